@@ -1,0 +1,181 @@
+"""Launch policies of the GPU kernels: pure functions of shapes, dtypes and architecture. Imports no jax.
+
+On `gfx*` architectures they mirror vLLM 0.32.0's, number for number. Dtypes are names ("bfloat16"), architectures
+are strings ("gfx950", "gfx942", "sm_90").
+Legend: R requests, T query tokens, H index heads, D head dim, B blocks of the longest sequence, K selected blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+BALANCED_MAX_REQUESTS = 11
+BALANCED_FEW_REQUESTS = 8  # up to here the larger budget
+BALANCED_BUDGET_FEW = 1024
+BALANCED_BUDGET_MORE = 768
+SPLIT_TARGET_GRID = 512
+HIGH_BATCH_TARGET_GRID = 1024
+HIGH_BATCH_REQUESTS = (20, 64)  # first and last
+MAX_SPLIT_CHUNKS = 256
+SELECTION_TARGET_GRID = 64
+SELECTION_TILE = 512
+SELECTION_MAX_CHUNKS = 16
+SHORT_SELECTION_TILE = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalancedScore:
+    """Score launch that deals every visible block of every request to a fixed budget of programs.
+
+    Attributes:
+      budget: programs to spread the blocks over; the grid is `budget + R - 1`.
+      num_warps, num_stages: of the backend; None is its default.
+    """
+
+    budget: int
+    num_warps: int | None = 2
+    num_stages: int | None = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitScore:
+    """Score launch that cuts each request into the same number of chunks: grid `[R, num_chunks]`."""
+
+    num_chunks: int
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Top-k launch: grid `[T, H, num_chunks]`, the last program of a row to arrive merges.
+
+    Attributes:
+      num_chunks: programs a row may use.
+      tile: blocks a program ranks at a time.
+      num_warps, num_stages: of the backend; None is its default.
+      single_tile: every chunk is known to fit one tile.
+      adaptive_merge: the merge is as wide as the chunks in use, not as `num_chunks`.
+    """
+
+    num_chunks: int
+    tile: int
+    num_warps: int | None
+    num_stages: int | None
+    single_tile: bool = False
+    adaptive_merge: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreLaunch:
+    """Prefill score launch.
+
+    Attributes:
+      rows: query rows, times heads, of one program's tile.
+      num_chunks: programs that share a tile's blocks.
+      num_warps, num_stages: of the backend; None is its default.
+    """
+
+    rows: int
+    num_chunks: int
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeLaunch:
+    """How `minimax_m3_index_decode` runs on a GPU."""
+
+    score: BalancedScore | SplitScore
+    selection: Selection
+
+
+def decode_launch(
+    *,
+    arch: str,
+    requests: int,
+    heads: int,
+    tokens: int,
+    num_blocks: int,
+    topk: int,
+    head_dim: int,
+    query_dtype: str,
+    cache_dtype: str,
+    max_decode_query_len: int,
+) -> DecodeLaunch:
+    """The launch of a decode call: R `requests`, H `heads`, T `tokens`, B `num_blocks`, K `topk`, D `head_dim`."""
+    tuned = arch == "gfx950" and head_dim == 128 and query_dtype == cache_dtype == "bfloat16"
+    return DecodeLaunch(
+        score=_decode_score(requests, heads, max_decode_query_len, tuned=tuned),
+        selection=decode_selection(arch=arch, num_blocks=num_blocks, tokens=tokens, heads=heads, topk=topk),
+    )
+
+
+def _decode_score(requests: int, heads: int, max_decode_query_len: int, *, tuned: bool) -> BalancedScore | SplitScore:
+    if tuned and 1 <= requests <= BALANCED_MAX_REQUESTS:
+        few = requests <= BALANCED_FEW_REQUESTS
+        return BalancedScore(budget=BALANCED_BUDGET_FEW if few else BALANCED_BUDGET_MORE)
+    first, last = HIGH_BATCH_REQUESTS
+    high_batch = tuned and first <= requests <= last
+    target = HIGH_BATCH_TARGET_GRID if high_batch else SPLIT_TARGET_GRID
+    chunks = floor_power_of_two(min(max(target // max(1, requests), 1), MAX_SPLIT_CHUNKS))
+    if heads > 1 and max_decode_query_len > 1:
+        return SplitScore(num_chunks=chunks, num_warps=4, num_stages=2)
+    if high_batch:
+        return SplitScore(num_chunks=chunks, num_warps=2, num_stages=1)
+    return SplitScore(num_chunks=chunks)
+
+
+def decode_selection(*, arch: str, num_blocks: int, tokens: int, heads: int, topk: int) -> Selection:
+    """The launch of decode's selection kernel."""
+    if arch == "gfx950" and topk == 16 and 0 < num_blocks <= SELECTION_MAX_CHUNKS * SELECTION_TILE:
+        fast = dict(single_tile=True, adaptive_merge=True)
+        if num_blocks <= SHORT_SELECTION_TILE:
+            return Selection(num_chunks=1, tile=SHORT_SELECTION_TILE, num_warps=2, num_stages=1, **fast)
+        return Selection(num_chunks=SELECTION_MAX_CHUNKS, tile=SELECTION_TILE, num_warps=4, num_stages=2, **fast)
+    chunks = min(max(SELECTION_TARGET_GRID // max(1, tokens * heads), 1), SELECTION_MAX_CHUNKS)
+    return Selection(num_chunks=floor_power_of_two(chunks), tile=SELECTION_TILE, num_warps=8, num_stages=2)
+
+
+def selection_chunks(num_blocks: int, launch: Selection) -> int:
+    """Chunks of the launch that a row of `num_blocks` visible blocks uses."""
+    return min(max(ceil_div(num_blocks, launch.tile), 1), launch.num_chunks)
+
+
+def balanced_grid(budget: int, requests: int) -> int:
+    """Programs of the balanced score launch: enough for every request's last, partly filled program."""
+    return budget + requests - 1
+
+
+def balanced_share(num_blocks: Sequence[int], budget: int) -> int:
+    """Blocks one balanced program owns, given each request's visible blocks."""
+    return max(1, ceil_div(sum(num_blocks), budget))
+
+
+def balanced_ranges(num_blocks: Sequence[int], budget: int) -> Iterator[tuple[int, int, int]]:
+    """What each balanced program owns, in program order: request, first block, end block.
+
+    Programs past the last of these own nothing.
+    """
+    share = balanced_share(num_blocks, budget)
+    for request, blocks in enumerate(num_blocks):
+        for first in range(0, blocks, share):
+            yield request, first, min(first + share, blocks)
+
+
+def split_ranges(num_blocks: int, num_chunks: int) -> Iterator[tuple[int, int]]:
+    """First and end block of each chunk of one request in the split score launch; trailing chunks may be empty."""
+    size = ceil_div(num_blocks, num_chunks)
+    for chunk in range(num_chunks):
+        first = min(chunk * size, num_blocks)
+        yield first, min(first + size, num_blocks)
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def floor_power_of_two(value: int) -> int:
+    """The largest power of two at most `value >= 1`."""
+    return 1 << (value.bit_length() - 1)

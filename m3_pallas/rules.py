@@ -1,0 +1,96 @@
+"""The rules every implementation shares: block size, visible range, forced values, order.
+
+Pure `jax.numpy` on any rank, so that XLA code and Pallas kernel bodies call the same functions.
+Legend: R requests, T query tokens, K selected blocks; `kv` is the number of tokens a row sees.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+BLOCK_SIZE = 128  # tokens per page, and per sparse block
+BLOCK_SHIFT = 7  # log2(BLOCK_SIZE)
+INIT_SCORE = 1e30  # forced value of the first `init_blocks`
+LOCAL_SCORE = 1e29  # forced value of the last `local_blocks`; wins where both apply
+NAN_SCORE = -1e30  # what a NaN product counts as
+MAX_DECODE_BLOCKS = 65535  # decode serves fewer blocks than this
+_MAX_POSITION = 1 << 30  # garbage lengths stop here, so that position sums stay in int32
+
+
+def num_visible_blocks(kv: jax.Array) -> jax.Array:
+    """Blocks with at least one of the first `kv >= 0` tokens; exact up to `2**31 - 1`."""
+    return ((kv - 1) >> BLOCK_SHIFT) + 1
+
+
+def decode_positions(seq_lens: jax.Array, query: jax.Array, decode_query_len: int, max_blocks: int) -> jax.Array:
+    """Position of token `query` of a request whose sequence has `seq_lens` tokens, this step's included.
+
+    Negative where the request is padding or shorter than `decode_query_len`. Lengths are clamped to what
+    `max_blocks` blocks hold.
+    """
+    limit = min(max_blocks * BLOCK_SIZE, _MAX_POSITION)
+    return jnp.clip(seq_lens, 0, limit) - decode_query_len + query
+
+
+def visible_tokens(position: jax.Array) -> jax.Array:
+    """Tokens a row at `position` sees: those at or before it."""
+    return jnp.maximum(position + 1, 0)
+
+
+def clean_products(products: jax.Array) -> jax.Array:
+    """Map NaN dot products to `NAN_SCORE`. Before the block max: whether a max skips NaN differs by backend."""
+    return jnp.where(jnp.isnan(products), jnp.float32(NAN_SCORE), products)
+
+
+def order_score(score: jax.Array) -> jax.Array:
+    """Scores with NaN as `NAN_SCORE` and -0.0 as +0.0, whose plain float order is the contract's order."""
+    score = clean_products(score)
+    return jnp.where(score == 0, jnp.float32(0), score)
+
+
+def order_key(score: jax.Array) -> jax.Array:
+    """int32 keys in the contract's order: higher first. Equal keys go to the lower block id."""
+    bits = lax.bitcast_convert_type(order_score(score), jnp.int32)
+    return bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
+
+
+def force_scores(
+    score: jax.Array, block: jax.Array, num_blocks: jax.Array, init_blocks: int, local_blocks: int
+) -> jax.Array:
+    """Overwrite the forced blocks of a row that sees `num_blocks` blocks. `block` holds the ids of `score`."""
+    visible = block < num_blocks
+    first_local = num_blocks - min(local_blocks, _MAX_POSITION)
+    score = jnp.where(visible & (block < min(init_blocks, _MAX_POSITION)), jnp.float32(INIT_SCORE), score)
+    return jnp.where(visible & (block >= first_local), jnp.float32(LOCAL_SCORE), score)
+
+
+def decode_rows(seq_lens: jax.Array, decode_query_len: int, max_blocks: int) -> tuple[jax.Array, jax.Array]:
+    """Request and position of each decode row: two `[T]` int32. `seq_lens` is `[R]`, R at least 1."""
+    row = lax.iota(jnp.int32, seq_lens.shape[0] * decode_query_len)
+    request = lax.div(row, jnp.int32(decode_query_len))
+    query = lax.rem(row, jnp.int32(decode_query_len))
+    return request, decode_positions(seq_lens[request], query, decode_query_len, max_blocks)
+
+
+def prefill_rows(cu_seqlens_q: jax.Array, prefix_lens: jax.Array, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """Request and position of each prefill row: two `[T]` int32; position -1 for rows past `cu_seqlens_q[R]`.
+
+    `cu_seqlens_q` is `[R + 1]`, `prefix_lens` `[R]`, `num_tokens` T. R is at least 1.
+    """
+    row = lax.broadcasted_iota(jnp.int32, (num_tokens, 1), 0)
+    passed = jnp.sum(cu_seqlens_q[None, 1:] <= row, axis=1, dtype=jnp.int32)  # [T] requests that end before the row
+    request = jnp.minimum(passed, prefix_lens.shape[0] - 1)
+    offset = row[:, 0] - cu_seqlens_q[request]
+    owned = (passed == request) & (offset >= 0) & (offset < num_tokens)
+    prefix = jnp.clip(prefix_lens, 0, _MAX_POSITION)[request]
+    return request, jnp.where(owned, prefix + offset, -1)
+
+
+def product_dtype(query: DTypeLike, keys: DTypeLike) -> jnp.dtype:
+    """The dtype both operands are cast to, exactly, before the product: float8 rises to its partner (to bfloat16
+    if both are float8), two different wider types rise to float32."""
+    wide = {jnp.dtype(dtype) for dtype in (query, keys)} - {jnp.dtype(jnp.float8_e4m3fn)}
+    if not wide:
+        return jnp.dtype(jnp.bfloat16)
+    return wide.pop() if len(wide) == 1 else jnp.dtype(jnp.float32)

@@ -1,0 +1,24 @@
+"""Test configuration: CPU unless JAX_PLATFORMS says otherwise, strict promotion, and the implementations under test."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    jax.config.update("jax_num_cpu_devices", 2)  # for shard_map
+
+IMPLEMENTATIONS = {
+    "default": dict(),
+    "xla": dict(implementation="xla"),
+}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def options(request) -> dict:
+    """Keyword options of the public calls that choose an implementation."""
+    return IMPLEMENTATIONS[request.param]
