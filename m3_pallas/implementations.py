@@ -1,10 +1,15 @@
 """The names of the implementations, and the choice between them by the platform being lowered for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+import jax
+import jax.extend
+import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import mlir
 
 Implementation: TypeAlias = Literal["xla", "pallas_triton", "pallas_mosaic_tpu"]
 NAMES: tuple[str, ...] = get_args(Implementation)
@@ -18,7 +23,7 @@ class Candidate:
 
     Attributes:
       name: one of `NAMES`.
-      run: takes the call's arrays.
+      run: takes the call's arrays and the keyword `platform`, one of the implementation's; None for "xla".
       reason: why it cannot serve these shapes and dtypes, with what to use instead; None if it can.
     """
 
@@ -38,24 +43,53 @@ def check_options(implementation: str | None, interpret: bool, launch: Any, laun
         raise TypeError(f"launch must be None or a {launch_type.__name__}, got {launch!r}")
 
 
-def run(implementation: str | None, call: str, candidates: Sequence[Candidate], *arrays: Any) -> Any:
+def run(implementation: str | None, call: str, candidates: Sequence[Candidate], *arrays: Any, interpret: bool) -> Any:
     """Run the named candidate, or with None the one whose platform is being lowered for, else XLA.
 
     Raises:
-      NotImplementedError: if a named implementation cannot serve.
+      NotImplementedError: if a named implementation cannot serve, when traced or, on another platform, when lowered.
     """
     by_name = {candidate.name: candidate for candidate in candidates}
+    xla = by_name["xla"].run
+    if implementation == "xla":
+        return xla(*arrays)
     if implementation is not None:
         chosen = by_name[implementation]
         if chosen.reason is not None:
             raise NotImplementedError(f"{call} with implementation={implementation!r}: {chosen.reason}")
-        return chosen.run(*arrays)
-    branches = {
-        platform: candidate.run
-        for candidate in candidates
-        if candidate.reason is None
-        for platform in PLATFORMS[candidate.name]
-    }
-    if not branches:
-        return by_name["xla"].run(*arrays)
-    return lax.platform_dependent(*arrays, default=by_name["xla"].run, **branches)
+        branches = _branches(chosen)
+        if interpret:
+            return next(iter(branches.values()))(*arrays)
+        platforms = ", ".join(branches)
+        reason = f"runs on {platforms} only; use None, 'xla' or interpret=True"
+        return lax.platform_dependent(
+            *arrays,
+            default=functools.partial(_refuse, f"{call} with implementation={implementation!r}: {reason}", xla),
+            **branches,
+        )
+    branches = {}
+    for candidate in candidates:
+        if candidate.reason is None:
+            branches |= _branches(candidate)
+    return lax.platform_dependent(*arrays, default=xla, **branches) if branches else xla(*arrays)
+
+
+def _branches(candidate: Candidate) -> dict[str, Callable[..., Any]]:
+    return {platform: functools.partial(candidate.run, platform=platform) for platform in PLATFORMS[candidate.name]}
+
+
+_refuse_p = jax.extend.core.Primitive("m3_pallas_refuse")
+_refuse_p.def_abstract_eval(lambda x, *, message: x)
+
+
+def _refuse_lowering(ctx, x, *, message):
+    raise NotImplementedError(message)
+
+
+mlir.register_lowering(_refuse_p, _refuse_lowering)
+
+
+def _refuse(message: str, shape_of: Callable[..., Any], *arrays: Any) -> Any:
+    """Results shaped as `shape_of`'s, whose lowering raises `message`."""
+    shapes = jax.eval_shape(shape_of, *arrays)
+    return jax.tree.map(lambda s: _refuse_p.bind(jnp.zeros(s.shape, s.dtype), message=message), shapes)

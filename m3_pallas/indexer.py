@@ -10,6 +10,7 @@ from jax import lax
 from m3_pallas import checks, implementations, policy, sparse_table, xla
 from m3_pallas.cache import IndexCache
 from m3_pallas.implementations import Candidate, Implementation
+from m3_pallas.triton import decode as triton_decode
 
 SCORE_WIDTH_MULTIPLE = 16  # prefill scores are padded to this many blocks
 
@@ -241,36 +242,40 @@ def _decode(
     interpret,
     launch,
 ):
-    del max_query_len, interpret, launch  # for the kernels
     call = "minimax_m3_index_decode"
-    arrays = lax.stop_gradient((idx_q, pages, block_table, seq_lens))
+    arrays = (idx_q, pages, block_table, seq_lens, out, attention_block_table, completion_counter)
+    options = {
+        "num_blocks": num_blocks,
+        "topk": topk,
+        "init_blocks": init_blocks,
+        "local_blocks": local_blocks,
+        "query_len": query_len,
+        "block_page_stride": block_page_stride,
+    }
+    reason = triton_decode.unsupported(idx_q, pages, topk=topk, max_query_len=max_query_len, interpret=interpret)
+    triton = functools.partial(
+        triton_decode.index_decode, **options, max_query_len=max_query_len, launch=launch, interpret=interpret
+    )
     candidates = (
-        Candidate(
-            "xla",
-            functools.partial(
-                xla.index_decode,
-                num_blocks=num_blocks,
-                topk=topk,
-                init_blocks=init_blocks,
-                local_blocks=local_blocks,
-                query_len=query_len,
-            ),
-        ),
-        Candidate("pallas_triton", xla.index_decode, implementations.NOT_YET),
+        Candidate("xla", functools.partial(xla.index_decode, **options)),
+        Candidate("pallas_triton", triton, reason),
         Candidate("pallas_mosaic_tpu", xla.index_decode, implementations.NOT_YET),
     )
+    arrays = lax.stop_gradient(arrays)
+    if 0 in (idx_q.shape[0], block_table.shape[1]):
+        return IndexDecodeResult(*_empty_decode(*arrays, topk=topk))
+    return IndexDecodeResult(*implementations.run(implementation, call, candidates, *arrays, interpret=interpret))
+
+
+def _empty_decode(idx_q, pages, block_table, seq_lens, out, attention_block_table, completion_counter, *, topk):
+    """The answer where there is nothing to read: no tokens, or tables of no blocks."""
     tokens, heads, _ = idx_q.shape
-    if 0 in (tokens, block_table.shape[1]):
-        topk_idx = jnp.full((heads, tokens, topk), -1, jnp.int32)
-    else:
-        topk_idx = implementations.run(implementation, call, candidates, *arrays)
+    topk_idx = jnp.full((heads, tokens, topk), -1, jnp.int32)
     table = lens = None
     if attention_block_table is not None:
-        table, lens = sparse_table.build_sparse_block_table_decode(
-            topk_idx, attention_block_table, seq_lens, query_len, block_page_stride
-        )
+        table, lens = sparse_table.empty_table(topk_idx)
     counter = None if completion_counter is None else jnp.zeros_like(completion_counter)
-    return IndexDecodeResult(_into(out, topk_idx), table, lens, counter)
+    return xla.write_rows(out, topk_idx), table, lens, counter
 
 
 def minimax_m3_index_score(
@@ -332,11 +337,11 @@ def minimax_m3_index_score(
     implementations.check_options(implementation, interpret, launch, policy.ScoreLaunch)
     width = policy.ceil_div(num_blocks, SCORE_WIDTH_MULTIPLE) * SCORE_WIDTH_MULTIPLE
     arrays = (idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens)
-    return _score(*arrays, width=width, implementation=implementation)
+    return _score(*arrays, width=width, implementation=implementation, interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("width", "implementation"))
-def _score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, *, width, implementation):
+@functools.partial(jax.jit, static_argnames=("width", "implementation", "interpret"))
+def _score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, *, width, implementation, interpret):
     arrays = lax.stop_gradient((idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens))
     candidates = (
         Candidate("xla", functools.partial(xla.index_score, width=width)),
@@ -346,7 +351,7 @@ def _score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, *, wi
     tokens, heads, _ = idx_q.shape
     if 0 in (tokens, *block_table.shape):
         return jnp.full((heads, tokens, width), -jnp.inf, jnp.float32)
-    return implementations.run(implementation, "minimax_m3_index_score", candidates, *arrays)
+    return implementations.run(implementation, "minimax_m3_index_score", candidates, *arrays, interpret=interpret)
 
 
 def minimax_m3_index_topk(
@@ -408,12 +413,13 @@ def minimax_m3_index_topk(
         init_blocks=init_blocks,
         local_blocks=local_blocks,
         implementation=implementation,
+        interpret=interpret,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("topk", "init_blocks", "local_blocks", "implementation"))
-def _topk(score, cu_seqlens_q, prefix_lens, out, *, topk, init_blocks, local_blocks, implementation):
-    arrays = lax.stop_gradient((score, cu_seqlens_q, prefix_lens))
+@functools.partial(jax.jit, static_argnames=("topk", "init_blocks", "local_blocks", "implementation", "interpret"))
+def _topk(score, cu_seqlens_q, prefix_lens, out, *, topk, init_blocks, local_blocks, implementation, interpret):
+    arrays = lax.stop_gradient((score, cu_seqlens_q, prefix_lens, out))
     run = functools.partial(xla.index_topk, topk=topk, init_blocks=init_blocks, local_blocks=local_blocks)
     candidates = (
         Candidate("xla", run),
@@ -421,12 +427,5 @@ def _topk(score, cu_seqlens_q, prefix_lens, out, *, topk, init_blocks, local_blo
         Candidate("pallas_mosaic_tpu", xla.index_topk, implementations.NOT_YET),
     )
     if 0 in (*score.shape, prefix_lens.shape[0]):
-        topk_idx = jnp.full((*score.shape[:2], topk), -1, jnp.int32)
-    else:
-        topk_idx = implementations.run(implementation, "minimax_m3_index_topk", candidates, *arrays)
-    return _into(out, topk_idx)
-
-
-def _into(out, rows):
-    """`rows [H, T, ...]` as they are, or written over the first T rows of `out`."""
-    return rows if out is None else lax.dynamic_update_slice(out, rows, (0,) * out.ndim)
+        return xla.write_rows(out, jnp.full((*score.shape[:2], topk), -1, jnp.int32))
+    return implementations.run(implementation, "minimax_m3_index_topk", candidates, *arrays, interpret=interpret)

@@ -31,11 +31,14 @@ class BalancedScore:
     Attributes:
       budget: programs to spread the blocks over; the grid is `budget + R - 1`.
       num_warps, num_stages: of the backend; None is its default.
+      min_columns: least width of the product's query side. A lone column is multiplied and added without the matrix
+        unit; padded to 16 it goes through it.
     """
 
     budget: int
     num_warps: int | None = 2
     num_stages: int | None = 1
+    min_columns: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class SplitScore:
     num_chunks: int
     num_warps: int | None = None
     num_stages: int | None = None
+    min_columns: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ INIT_SCORE = 1e30  # forced value of the first `init_blocks`
 LOCAL_SCORE = 1e29  # forced value of the last `local_blocks`; wins where both apply
 NAN_SCORE = -1e30  # what a NaN product counts as
 MAX_DECODE_BLOCKS = 65535  # decode serves fewer blocks than this
+PAGES_PER_BLOCK = 8  # 16-token pages of one block
 _MAX_POSITION = 1 << 30  # garbage lengths stop here, so that position sums stay in int32
 
 
@@ -94,3 +95,31 @@ def product_dtype(query: DTypeLike, keys: DTypeLike) -> jnp.dtype:
     if not wide:
         return jnp.dtype(jnp.bfloat16)
     return wide.pop() if len(wide) == 1 else jnp.dtype(jnp.float32)
+
+
+def table_slots(ids: jax.Array, position: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where a row's selected blocks go in its page-16 table.
+
+    Args:
+      ids: `[..., K]`, selected block ids.
+      position: `[...]`, of the row; negative for an empty one.
+      width: blocks of the attention block table.
+
+    Returns:
+      Which ids are kept, `[..., K]` bool; the slot of each, `[..., K]`, a permutation: full blocks in order, then the
+      row's own block, then what is dropped; the tokens the kept blocks hold for the row, `[...]`.
+    """
+    kv = visible_tokens(position)
+    own_block = num_visible_blocks(kv) - 1  # -1 for an empty row
+    kept = (ids >= 0) & (ids <= own_block[..., None]) & (ids < width)
+    full = (kept & (ids < own_block[..., None])).astype(jnp.int32)
+    own = kept.astype(jnp.int32) - full
+    dropped = 1 - full - own
+    num_full, num_own = jnp.sum(full, axis=-1), jnp.sum(own, axis=-1)
+    first_own = num_full[..., None]
+    first_dropped = (num_full + num_own)[..., None]
+    slot = full * jnp.cumsum(full, axis=-1) + own * (first_own + jnp.cumsum(own, axis=-1))
+    slot += dropped * (first_dropped + jnp.cumsum(dropped, axis=-1)) - 1
+    with_own = num_full * BLOCK_SIZE + kv - own_block * BLOCK_SIZE
+    length = jnp.where(num_own > 0, with_own, jnp.minimum(num_full * BLOCK_SIZE, kv))
+    return kept, slot, length

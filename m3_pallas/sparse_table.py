@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from m3_pallas import checks, rules
-from m3_pallas.rules import BLOCK_SIZE
-
-PAGES_PER_BLOCK = 8  # 16-token pages of one 128-token block
+from m3_pallas.rules import PAGES_PER_BLOCK
 
 
 def build_sparse_block_table_decode(
@@ -46,7 +44,7 @@ def build_sparse_block_table_decode(
             f"got shape {list(topk_idx.shape)}"
         )
     if 0 in (tokens, *block_table.shape):
-        return _empty(topk_idx)
+        return empty_table(topk_idx)
     request, position = rules.decode_rows(seq_lens, length, rules.MAX_DECODE_BLOCKS)
     return _build(topk_idx, block_table, request, position, stride=stride)
 
@@ -78,12 +76,12 @@ def build_sparse_block_table_prefill(
     checks.int32_array("query_req_id", query_req_id, (tokens,), "[T]")
     checks.int32_array("query_abs_pos", query_abs_pos, (tokens,), "[T]")
     if 0 in (tokens, *block_table.shape):
-        return _empty(topk_idx)
+        return empty_table(topk_idx)
     request = jnp.clip(query_req_id, 0, block_table.shape[0] - 1)
     return _build(topk_idx, block_table, request, query_abs_pos, stride=stride)
 
 
-def _empty(topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
+def empty_table(topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
     _, tokens, topk = topk_idx.shape
     return jnp.zeros((tokens, topk * PAGES_PER_BLOCK), jnp.int32), jnp.zeros((tokens,), jnp.int32)
 
@@ -92,22 +90,10 @@ def _empty(topk_idx: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _build(topk_idx, block_table, request, position, *, stride):
     _, tokens, topk = topk_idx.shape
     ids = topk_idx[0]  # [T, K]
-    kv = rules.visible_tokens(position)
-    own_block = rules.num_visible_blocks(kv) - 1  # -1 for an empty row
     width = block_table.shape[1]
-    kept = (ids >= 0) & (ids <= own_block[:, None]) & (ids < width)
-    full = kept & (ids < own_block[:, None])
-    num_full = jnp.sum(full, axis=1, dtype=jnp.int32)
-    num_kept = jnp.sum(kept, axis=1, dtype=jnp.int32)
-    # Full blocks keep their order, the own block follows them, what is dropped goes past the end.
-    slot = jnp.where(full, jnp.cumsum(full, axis=1, dtype=jnp.int32) - 1, num_full[:, None])
-    slot = jnp.where(kept, slot, topk)
-    page = block_table[request[:, None], jnp.clip(ids, 0, width - 1)] * stride
-    row = lax.broadcasted_iota(jnp.int32, (tokens, topk), 0)
-    first_page = jnp.zeros((tokens, topk), jnp.int32).at[row, slot].set(page, mode="drop")
+    kept, slot, lens = rules.table_slots(ids, position, width)
+    first_page = block_table[request[:, None], jnp.clip(ids, 0, width - 1)] * stride
     pages = first_page[:, :, None] + lax.iota(jnp.int32, PAGES_PER_BLOCK)[None, None, :]  # [T, K, 8]
-    used = lax.broadcasted_iota(jnp.int32, (tokens, topk), 1) < num_kept[:, None]
-    table = jnp.where(used[:, :, None], pages, 0).reshape(tokens, topk * PAGES_PER_BLOCK)
-    tail = num_full * BLOCK_SIZE + kv - own_block * BLOCK_SIZE
-    no_tail = jnp.minimum(num_kept * BLOCK_SIZE, kv)
-    return table, jnp.where(num_kept > num_full, tail, no_tail)
+    row = lax.broadcasted_iota(jnp.int32, (tokens, topk), 0)
+    table = jnp.zeros_like(pages).at[row, slot].set(jnp.where(kept[:, :, None], pages, 0), unique_indices=True)
+    return table.reshape(tokens, topk * PAGES_PER_BLOCK), lens

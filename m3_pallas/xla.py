@@ -11,7 +11,7 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from m3_pallas import rules
+from m3_pallas import rules, sparse_table
 from m3_pallas.rules import BLOCK_SIZE
 
 TILE_ROWS = 128  # prefill rows of a tile
@@ -20,14 +20,23 @@ SCORE_BYTES = 4 << 20  # temporaries of one product
 SELECT_BYTES = 16 << 20  # temporaries of one selection slice
 
 
-def index_decode(idx_q, pages, block_table, seq_lens, *, num_blocks, topk, init_blocks, local_blocks, query_len):
-    """Selected ids `[H, T, K]`; `num_blocks` is B, `query_len` the decode query length."""
+def index_decode(
+    idx_q, pages, block_table, seq_lens, out, attention_block_table, counter,
+    *, num_blocks, topk, init_blocks, local_blocks, query_len, block_page_stride,
+):  # fmt: skip
+    """Selected ids `[H, T, K]` (or `out`'s shape), the page-16 table and its lengths, the zeroed counter."""
     width = min(num_blocks, block_table.shape[1])
     request, position = rules.decode_rows(seq_lens, query_len, width)
     kv = rules.visible_tokens(position)
     first_row = query_len * lax.iota(jnp.int32, seq_lens.shape[0])
     score = _score(idx_q, pages, block_table, request, kv, request[first_row], first_row, query_len, width)
-    return _select(score, rules.num_visible_blocks(kv), topk, init_blocks, local_blocks)
+    topk_idx = _select(score, rules.num_visible_blocks(kv), topk, init_blocks, local_blocks)
+    table = lens = None
+    if attention_block_table is not None:
+        table, lens = sparse_table.build_sparse_block_table_decode(
+            topk_idx, attention_block_table, seq_lens, query_len, block_page_stride
+        )
+    return write_rows(out, topk_idx), table, lens, None if counter is None else jnp.zeros_like(counter)
 
 
 def index_score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, *, width):
@@ -48,11 +57,16 @@ def index_score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, 
     return _score(idx_q, pages, block_table, request, kv, tile_request, first_row, rows, width)
 
 
-def index_topk(score, cu_seqlens_q, prefix_lens, *, topk, init_blocks, local_blocks):
-    """Selected ids `[H, T, K]` of scores `[H, T, S]`."""
+def index_topk(score, cu_seqlens_q, prefix_lens, out, *, topk, init_blocks, local_blocks):
+    """Selected ids `[H, T, K]` (or `out`'s shape) of scores `[H, T, S]`."""
     _, position = rules.prefill_rows(cu_seqlens_q, prefix_lens, score.shape[1])
     num_blocks = jnp.clip(rules.num_visible_blocks(position + 1), 0, score.shape[2])
-    return _select(score, num_blocks, topk, init_blocks, local_blocks)
+    return write_rows(out, _select(score, num_blocks, topk, init_blocks, local_blocks))
+
+
+def write_rows(out, rows):
+    """`rows [H, T, K]` as they are, or written over the first T rows of `out`."""
+    return rows if out is None else lax.dynamic_update_slice(out, rows, (0,) * out.ndim)
 
 
 def _locate(index, counts, ends):

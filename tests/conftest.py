@@ -16,9 +16,19 @@ IMPLEMENTATIONS = {
     "default": dict(),
     "xla": dict(implementation="xla"),
 }
+DECODE_IMPLEMENTATIONS = {
+    **IMPLEMENTATIONS,
+    "triton_interpreted": dict(implementation="pallas_triton", interpret=True),
+}
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def options(request) -> dict:
     """Keyword options of the public calls that choose an implementation."""
     return IMPLEMENTATIONS[request.param]
+
+
+@pytest.fixture(params=DECODE_IMPLEMENTATIONS)
+def decode_options(request) -> dict:
+    """The same for `minimax_m3_index_decode`, which has more implementations."""
+    return DECODE_IMPLEMENTATIONS[request.param]

@@ -1,0 +1,1 @@
+"""GPU kernels: Pallas lowered through Triton, for ROCm and CUDA. The only folder that imports that backend."""

@@ -1,0 +1,65 @@
+"""The example as its readers run it: it matches transformers, notices what does not, and is one with its notebook."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+SCRIPT = EXAMPLES / "decode_loop.py"
+STEPS = 5
+
+
+def run(*args, cwd):
+    command = [sys.executable, str(SCRIPT), *map(str, args)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def short_file(changed: str | None = None) -> dict[str, np.ndarray]:
+    """The arrays of requests 2 and 3 only, with fewer answers; the last entry of one array changed."""
+    kept = {}
+    with np.load(EXAMPLES / "tiny_m3.npz") as file:
+        for name in file:
+            if name.startswith(("weights/", "request2/", "request3/")):
+                answer_of_steps = name.endswith(("/tokens", "/logits")) or "/decode_blocks/" in name
+                kept[name] = file[name][:STEPS] if answer_of_steps else file[name]
+    if changed is not None:
+        kept[changed].reshape(-1)[-1] += 1
+    return kept
+
+
+def test_default_file(tmp_path):
+    plot = tmp_path / "blocks.png"
+    done = run("--plot", plot, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    # 2389 prompt and 192 decoded tokens, of 2 sparse layers with 2 heads.
+    assert "all 192 tokens and all 10324 rows of selected blocks" in done.stdout
+    error = re.search(r"largest logit difference: (\S+)", done.stdout)
+    assert error is not None
+    assert float(error[1]) < 1e-4
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.iterdir()) == [plot]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["request2/tokens", "request3/decode_blocks/layer2", "request2/prefill_blocks/layer1", "request3/logits"],
+)
+def test_changed_answer(changed, tmp_path):
+    np.savez(tmp_path / "changed.npz", **short_file(changed))
+    done = run("changed.npz", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "equal to transformers" not in done.stdout
+    # Everything else is equal: it is the change that fails it, not the shorter file.
+    assert f"AssertionError: different from transformers: {changed}\n" in done.stderr
+
+
+def test_notebook_is_the_script():
+    jupytext = pytest.importorskip("jupytext")
+    script, notebook = jupytext.read(SCRIPT), jupytext.read(SCRIPT.with_suffix(".ipynb"))
+    assert [(c.cell_type, c.source) for c in script.cells] == [(c.cell_type, c.source) for c in notebook.cells]
+    assert not any(cell.get("outputs") for cell in notebook.cells)
+    assert notebook.metadata["jupytext"]["formats"] == "ipynb,py:percent"
