@@ -23,6 +23,13 @@ SELECTION_TILE = 512
 SELECTION_MAX_CHUNKS = 16
 SHORT_SELECTION_TILE = 128
 
+# NVIDIA, measured on an H200 (benchmarks/LOG.md): 132 multiprocessors.
+NVIDIA_MIN_COLUMNS = 8  # through the matrix unit: 5% faster for one column than multiplying and adding
+NVIDIA_RESIDENT = 528  # 4 programs a multiprocessor run at once; a second wave costs 3%
+NVIDIA_RESIDENT_WIDE = 396  # 3, with more than 8 columns
+NVIDIA_ONE_BLOCK_PROGRAMS = 1056  # up to here every block has a program of its own
+NVIDIA_MAX_TILE = 8192  # blocks of one selection program; beyond, chunks and a merge
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BalancedScore:
@@ -109,6 +116,13 @@ def decode_launch(
     max_decode_query_len: int,
 ) -> DecodeLaunch:
     """The launch of a decode call: R `requests`, H `heads`, T `tokens`, B `num_blocks`, K `topk`, D `head_dim`."""
+    if not arch.startswith("gfx"):
+        return DecodeLaunch(
+            score=_nvidia_score(
+                requests, ceil_power_of_two(heads) * ceil_power_of_two(max_decode_query_len), num_blocks
+            ),
+            selection=_nvidia_selection(num_blocks, tokens * heads),
+        )
     tuned = arch == "gfx950" and head_dim == 128 and query_dtype == cache_dtype == "bfloat16"
     return DecodeLaunch(
         score=_decode_score(requests, heads, max_decode_query_len, tuned=tuned),
@@ -129,6 +143,22 @@ def _decode_score(requests: int, heads: int, max_decode_query_len: int, *, tuned
     if high_batch:
         return SplitScore(num_chunks=chunks, num_warps=2, num_stages=1)
     return SplitScore(num_chunks=chunks)
+
+
+def _nvidia_score(requests: int, columns: int, num_blocks: int) -> SplitScore:
+    if requests * num_blocks <= NVIDIA_ONE_BLOCK_PROGRAMS:
+        # Latency, not bandwidth: more warps fetch one page sooner, and there is no second page to fetch meanwhile.
+        return SplitScore(num_chunks=num_blocks, num_warps=4, num_stages=1, min_columns=NVIDIA_MIN_COLUMNS)
+    resident = NVIDIA_RESIDENT if columns <= NVIDIA_MIN_COLUMNS else NVIDIA_RESIDENT_WIDE
+    chunks = max(1, resident // max(1, requests))
+    return SplitScore(num_chunks=chunks, num_warps=4, num_stages=3, min_columns=NVIDIA_MIN_COLUMNS)
+
+
+def _nvidia_selection(num_blocks: int, rows: int) -> Selection:
+    tile = min(max(ceil_power_of_two(num_blocks), 64), NVIDIA_MAX_TILE)
+    warps = 2 if tile <= 512 or (tile == 1024 and rows > 128) else 4 if tile <= 4096 else 8
+    chunks = ceil_power_of_two(ceil_div(num_blocks, tile))
+    return Selection(num_chunks=chunks, tile=tile, num_warps=warps, num_stages=1, single_tile=True, adaptive_merge=True)
 
 
 def decode_selection(*, arch: str, num_blocks: int, tokens: int, heads: int, topk: int) -> Selection:
@@ -178,6 +208,11 @@ def split_ranges(num_blocks: int, num_chunks: int) -> Iterator[tuple[int, int]]:
 
 def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
+
+
+def ceil_power_of_two(value: int) -> int:
+    """The smallest power of two at least `value >= 1`."""
+    return 1 << (value - 1).bit_length()
 
 
 def floor_power_of_two(value: int) -> int:

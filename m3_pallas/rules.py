@@ -61,9 +61,13 @@ def force_scores(
 ) -> jax.Array:
     """Overwrite the forced blocks of a row that sees `num_blocks` blocks. `block` holds the ids of `score`."""
     visible = block < num_blocks
-    first_local = num_blocks - min(local_blocks, _MAX_POSITION)
-    score = jnp.where(visible & (block < min(init_blocks, _MAX_POSITION)), jnp.float32(INIT_SCORE), score)
-    return jnp.where(visible & (block >= first_local), jnp.float32(LOCAL_SCORE), score)
+    if init_blocks:
+        forced = visible & (block < min(init_blocks, _MAX_POSITION))
+        score = jnp.where(forced, jnp.float32(INIT_SCORE), score)
+    if local_blocks:
+        forced = visible & (block >= num_blocks - min(local_blocks, _MAX_POSITION))
+        score = jnp.where(forced, jnp.float32(LOCAL_SCORE), score)
+    return score
 
 
 def decode_rows(seq_lens: jax.Array, decode_query_len: int, max_blocks: int) -> tuple[jax.Array, jax.Array]:

@@ -62,7 +62,7 @@ def index_decode(
             cache_dtype=pages.dtype.name,
             max_decode_query_len=max_query_len,
         )
-    score, zeros = scoring.decode_score(
+    scored, zeros = scoring.decode_score(
         idx_q,
         pages,
         block_table,
@@ -72,10 +72,12 @@ def index_decode(
         width=width,
         query_len=query_len,
         max_query_len=max_query_len,
+        init_blocks=init_blocks,
+        local_blocks=local_blocks,
         interpret=interpret,
     )
     topk_idx, zeros, table, lens = selection.decode_select(
-        score,
+        scored,
         seq_lens,
         zeros,
         out,
@@ -84,8 +86,6 @@ def index_decode(
         width=width,
         query_len=query_len,
         topk=topk,
-        init_blocks=init_blocks,
-        local_blocks=local_blocks,
         block_page_stride=block_page_stride,
         interpret=interpret,
     )

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 try:
@@ -38,7 +40,7 @@ def architecture(platform: str) -> str:
     if abstract is not None:
         kinds.append(abstract.device_kind)
     else:
-        device = jax.config.jax_default_device or jax.local_devices()[0]
+        device = jax.config.read("jax_default_device") or jax.local_devices()[0]
         kinds += [getattr(device, "compute_capability", None), getattr(device, "device_kind", None)]
     for kind in kinds:
         if isinstance(kind, str) and kind.startswith("gfx"):
@@ -46,6 +48,13 @@ def architecture(platform: str) -> str:
         if isinstance(kind, str) and kind.replace(".", "").isdigit():
             return "sm_" + kind.replace(".", "")
     return DEFAULT_ARCH[platform]
+
+
+def divmod_static(value: jax.Array, divisor: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder of a traced int of at least 0 by a static one; Triton cannot lower a division by 1."""
+    if divisor == 1:
+        return value, jnp.int32(0)
+    return lax.div(value, jnp.int32(divisor)), lax.rem(value, jnp.int32(divisor))
 
 
 def call(

@@ -1,7 +1,8 @@
-"""Decode score kernels: the block maxima of every visible block, in one pass over the pages.
+"""Decode score kernels: the order keys of every visible block, in one pass over the pages.
 
 A program owns some consecutive blocks of one request. It loads the request's query rows once, `[columns, D]` with one
-column per (head, query token), then reads each page once and scores it for all of them. The split launch cuts every
+column per (head, query token), then reads each page once and scores it for all of them. What it writes is the order key
+of the forced score, which is all that the selection needs. The split launch cuts every
 request into the same number of chunks; the balanced launch deals all blocks of all requests to a fixed number of
 programs, found from the lengths by each program itself. The first program of a request also zeroes the selection's
 counters, so that a selection never depends on what an earlier call left there.
@@ -18,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from m3_pallas import policy, rules
-from m3_pallas.rules import BLOCK_SIZE
+from m3_pallas.rules import BLOCK_SHIFT, BLOCK_SIZE
 from m3_pallas.triton import device
 from m3_pallas.triton.device import plgpu
 
@@ -34,64 +35,66 @@ def decode_score(
     width: int,
     query_len: int,
     max_query_len: int,
+    init_blocks: int,
+    local_blocks: int,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Raw block maxima `[H, T, S]` of the visible blocks, the rest unwritten, and the counters `[H, >=T]`, zeroed."""
+    """Order keys `[H, T, S]` int32 of the visible blocks, the rest unwritten, and the counters `[H, >=T]`, zeroed."""
     tokens, heads, _ = idx_q.shape
     requests = seq_lens.shape[0]
-    score_width = policy.ceil_div(width, 16) * 16
     balanced = isinstance(launch, policy.BalancedScore)
-    programs = policy.balanced_grid(launch.budget, requests) if balanced else requests * launch.num_chunks
+    statics = dict(width=width, query_len=query_len, max_query_len=max_query_len)
     kernel = functools.partial(
         _balanced_kernel if balanced else _split_kernel,
         split=launch.budget if balanced else launch.num_chunks,
-        width=width,
-        query_len=query_len,
-        max_query_len=max_query_len,
-        min_columns=launch.min_columns,
         has_counter=counter is not None,
+        score_blocks=functools.partial(
+            _score_blocks,
+            min_columns=launch.min_columns,
+            one_block=not balanced and width <= launch.num_chunks,
+            init_blocks=init_blocks,
+            local_blocks=local_blocks,
+            **statics,
+        ),
+        **statics,
     )
     counter_shape = (heads, tokens) if counter is None else counter.shape
-    operands = (idx_q, pages, block_table, seq_lens, *(() if counter is None else (counter,)))
-    score, counter = device.call(
+    keys, zeros = device.call(
         kernel,
         name="m3_decode_score_balanced" if balanced else "m3_decode_score_split",
-        grid=programs,
+        grid=policy.balanced_grid(launch.budget, requests) if balanced else requests * launch.num_chunks,
         out_shape=(
-            jax.ShapeDtypeStruct((heads, tokens, score_width), jnp.float32),
+            jax.ShapeDtypeStruct((heads, tokens, policy.ceil_div(width, 16) * 16), jnp.int32),
             jax.ShapeDtypeStruct(counter_shape, jnp.int32),
         ),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         aliases={} if counter is None else {4: 1},
         interpret=interpret,
-    )(*operands)
-    return score, counter
+    )(idx_q, pages, block_table, seq_lens, *(() if counter is None else (counter,)))
+    return keys, zeros
 
 
 def _split_kernel(
-    q_ref, pages_ref, table_ref, seq_lens_ref, *refs, split, width, query_len, max_query_len, min_columns, has_counter
-):
-    score_ref, counter_ref = refs[has_counter:]
+    q_ref, pages_ref, table_ref, seq_lens_ref, *refs,
+    split, has_counter, score_blocks, width, query_len, max_query_len,
+):  # fmt: skip
+    keys_ref, counter_ref = refs[has_counter:]
     pid = pl.program_id(0)
-    if split == 1:
-        request, chunk = pid, jnp.int32(0)
-    else:
-        request, chunk = lax.div(pid, jnp.int32(split)), lax.rem(pid, jnp.int32(split))
+    request, chunk = device.divmod_static(pid, split)
     seq_len = plgpu.load(seq_lens_ref.at[request])
     num_blocks = _num_blocks(seq_len, query_len, width)
-    size = (num_blocks + split - 1) >> int(math.log2(split))
+    # One block each where the table is narrow enough: its page is then looked up beside the length.
+    size = jnp.int32(1) if width <= split else device.divmod_static(num_blocks + (split - 1), split)[0]
     pl.when(chunk == 0)(lambda: _zero_counters(counter_ref, request, q_ref, query_len, max_query_len))
-    _score_blocks(
-        q_ref, pages_ref, table_ref, score_ref, request, seq_len, chunk * size, num_blocks, size,
-        width=width, query_len=query_len, max_query_len=max_query_len, min_columns=min_columns,
-    )  # fmt: skip
+    score_blocks(q_ref, pages_ref, table_ref, keys_ref, request, seq_len, chunk * size, num_blocks, size)
 
 
 def _balanced_kernel(
-    q_ref, pages_ref, table_ref, seq_lens_ref, *refs, split, width, query_len, max_query_len, min_columns, has_counter
-):
-    score_ref, counter_ref = refs[has_counter:]
+    q_ref, pages_ref, table_ref, seq_lens_ref, *refs,
+    split, has_counter, score_blocks, width, query_len, max_query_len,
+):  # fmt: skip
+    keys_ref, counter_ref = refs[has_counter:]
     pid = pl.program_id(0)
     requests = seq_lens_ref.shape[0]
     lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
@@ -107,10 +110,7 @@ def _balanced_kernel(
     seq_len = jnp.sum(jnp.where(lane == request, seq_lens, 0))
     own_blocks = jnp.sum(jnp.where(lane == request, num_blocks, 0))
     pl.when(pid < requests)(lambda: _zero_counters(counter_ref, pid, q_ref, query_len, max_query_len))
-    _score_blocks(
-        q_ref, pages_ref, table_ref, score_ref, request, seq_len, local * share, own_blocks, share,
-        width=width, query_len=query_len, max_query_len=max_query_len, min_columns=min_columns,
-    )  # fmt: skip
+    score_blocks(q_ref, pages_ref, table_ref, keys_ref, request, seq_len, local * share, own_blocks, share)
 
 
 def _num_blocks(seq_len, query_len, width):
@@ -137,7 +137,7 @@ def _score_blocks(
     q_ref,  # [T, H, D]
     pages_ref,  # [P, 128, D]
     table_ref,  # [R, N]
-    score_ref,  # [H, T, S]
+    keys_ref,  # [H, T, S]
     request,
     seq_len,
     first,
@@ -148,6 +148,9 @@ def _score_blocks(
     query_len,
     max_query_len,
     min_columns,
+    one_block,
+    init_blocks,
+    local_blocks,
 ):
     """Score up to `size` blocks of a request, from `first`, of the `num_blocks` its last query token sees."""
     _, heads, dim = q_ref.shape
@@ -160,13 +163,14 @@ def _score_blocks(
         row = request * query_len + query
         real = (head < heads) & (query < query_len)
         kv = rules.visible_tokens(rules.decode_positions(seq_len, query, query_len, width))
+        row_blocks = rules.num_visible_blocks(kv)
         lane = lax.iota(jnp.int32, dim)
         queries = plgpu.load(
-            q_ref.at[row[:, None], head[:, None], lane[None, :]], mask=real[:, None] & (lane[None, :] >= 0), other=0
+            q_ref.at[row[:, None], head[:, None], lane[None, :]], mask=real[:, None] & (lane[None, :] >= 0), other=0.0
         ).astype(dtype)  # [columns, D]
         token = lax.iota(jnp.int32, BLOCK_SIZE)
 
-        def body(block, carry):
+        def body(block, carry, *, masked):
             page = jnp.clip(plgpu.load(table_ref.at[request, block]), 0, num_pages - 1)
             keys = plgpu.load(pages_ref.at[page]).astype(dtype)  # [128, D]
             if queries.shape[0] == 1:
@@ -181,11 +185,20 @@ def _score_blocks(
                     precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
                     preferred_element_type=jnp.float32,
                 )  # [128, columns]
-            seen = (block * BLOCK_SIZE + token)[:, None] < kv[None, :]
-            maxima = jnp.max(jnp.where(seen, rules.clean_products(dots), -jnp.inf), axis=0)
-            plgpu.store(score_ref.at[head, row, block], maxima, mask=real)
+            dots = rules.clean_products(dots)
+            if masked:
+                dots = jnp.where((block * BLOCK_SIZE + token)[:, None] < kv[None, :], dots, -jnp.inf)
+            maxima = rules.force_scores(jnp.max(dots, axis=0), block, row_blocks, init_blocks, local_blocks)
+            plgpu.store(keys_ref.at[head, row, block], rules.order_key(maxima), mask=real)
             return carry
 
-        lax.fori_loop(first, end, body, None)
+        if one_block:
+            body(first, None, masked=True)
+            return
+        # Blocks that every query token sees whole need no mask.
+        whole = rules.visible_tokens(rules.decode_positions(seq_len, jnp.int32(0), query_len, width)) >> BLOCK_SHIFT
+        whole = jnp.clip(whole, first, end)
+        lax.fori_loop(first, whole, functools.partial(body, masked=False), None)
+        lax.fori_loop(whole, end, functools.partial(body, masked=True), None)
 
     pl.when(first < end)(score_all)

@@ -1,9 +1,10 @@
 """Decode selection kernel: the top K blocks of each row by the contract's total order, in one launch.
 
-A program owns one chunk of one row's blocks. It keeps a tile's order keys in registers and takes the best K times:
-the maximum of the keys, then the lowest id that has it. Two integer reductions a round are two instructions where a
-warp holds the row. A row of one chunk is answered directly; else each program leaves its winners in scratch and the
-last to arrive at the row's counter ranks them all and resets the counter. The same program writes the page-16 row.
+A program owns one chunk of one row's blocks and ranks every candidate against every other: its rank is the number of
+candidates that beat it, so that no step waits for the one before. Ranking is quadratic, so a wide tile is narrowed
+first: the K best blocks lie in the K groups of consecutive blocks whose best is highest. A row of one chunk is answered
+directly; else each program leaves its winners in scratch and the last to arrive at the row's counter ranks them all and
+resets the counter. The same program writes the page-16 row.
 
 Limits: K up to 64; the counters are zero when the kernel starts (the score kernel zeroes them).
 """
@@ -21,12 +22,14 @@ from m3_pallas.triton import device
 from m3_pallas.triton.device import plgpu
 
 MAX_TOPK = 64
+RANK_LANES = 64  # candidates that are ranked against each other at once
+EAGER_TILE = 1024  # scores of up to this many blocks are loaded before the row's length is known
 HIDDEN_KEY = -(2**31)  # below every order key
 NO_BLOCK = 2**31 - 1  # above every block id
 
 
 def decode_select(
-    score: jax.Array,  # [H, T, S]
+    scored: jax.Array,  # [H, T, S] order keys
     seq_lens: jax.Array,  # [R]
     counter: jax.Array,  # [H, >=T], zeros
     out: jax.Array | None,  # [H, >=T, K]
@@ -36,16 +39,14 @@ def decode_select(
     width: int,
     query_len: int,
     topk: int,
-    init_blocks: int,
-    local_blocks: int,
     block_page_stride: int | None,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Selected ids `[H, >=T, K]`, the counters, and the page-16 table `[T, K * 8]` with its lengths `[T]` if asked."""
-    heads, tokens, _ = score.shape
+    heads, tokens, _ = scored.shape
     slots = pl.next_power_of_2(topk)
     emit = attention_block_table is not None
-    inputs = [score, seq_lens, counter]
+    inputs = [scored, seq_lens, counter]
     outputs = [jax.ShapeDtypeStruct(counter.shape, jnp.int32)]
     aliases = {2: 0}
     if out is not None:
@@ -68,8 +69,6 @@ def decode_select(
         width=width,
         query_len=query_len,
         topk=topk,
-        init_blocks=init_blocks,
-        local_blocks=local_blocks,
         block_page_stride=block_page_stride,
         interpret=interpret,
     )
@@ -96,12 +95,10 @@ def _select_kernel(
     width,
     query_len,
     topk,
-    init_blocks,
-    local_blocks,
     block_page_stride,
     interpret,
 ):
-    score_ref, seq_lens_ref = refs[:2]
+    scored_ref, seq_lens_ref = refs[:2]
     attention_table_ref = refs[num_inputs - 1] if emit else None
     counter_ref, topk_ref, *rest = refs[num_inputs:]
     table_refs, partial_refs = (rest[:2], rest[2:]) if emit else ((), rest)
@@ -109,9 +106,9 @@ def _select_kernel(
     slots = pl.next_power_of_2(topk)
 
     pid = pl.program_id(0)
-    flat, chunk = _divmod(pid, chunks)
-    head, row = _divmod(flat, tokens)
-    request, query = _divmod(row, query_len)
+    flat, chunk = device.divmod_static(pid, chunks)
+    head, row = device.divmod_static(flat, tokens)
+    request, query = device.divmod_static(row, query_len)
     seq_len = plgpu.load(seq_lens_ref.at[request])
     position = rules.decode_positions(seq_len, query, query_len, width)
     num_blocks = rules.num_visible_blocks(rules.visible_tokens(position))
@@ -121,15 +118,11 @@ def _select_kernel(
     first = chunk * share + jnp.minimum(chunk, extra)
     count = share + (chunk < extra).astype(jnp.int32)
 
-    def load_scores(lane):
-        """Order keys and ids of blocks `first + lane` of this chunk."""
-        block = first + lane
-        inside = lane < count
-        # A lone chunk starts at 0: its scores load beside the length, and what lies past the row is hidden below.
-        there = block < width if chunks == 1 else inside
-        score = plgpu.load(score_ref.at[head, row, block], mask=there, other=0)
-        score = rules.force_scores(score, block, num_blocks, init_blocks, local_blocks)
-        return jnp.where(inside, rules.order_key(score), HIDDEN_KEY), block
+    def load_keys(block):
+        """Order keys of some blocks; hidden past this chunk."""
+        inside = block < first + count
+        there = block < width if chunks == 1 and tile <= EAGER_TILE else inside
+        return jnp.where(inside, plgpu.load(scored_ref.at[head, row, block], mask=there, other=0), HIDDEN_KEY)
 
     def emit_row(ids):
         slot = lax.iota(jnp.int32, slots)
@@ -139,7 +132,14 @@ def _select_kernel(
             _store_table(*table_refs, attention_table_ref, ids, row, request, position, topk, block_page_stride)
 
     def run():
-        keys, ids = _top_of_chunk(load_scores, count, tile, topk, slots, single_tile=launch.single_tile)
+        keys, ids = _top_of_tile(load_keys, first, tile, slots)
+        if not launch.single_tile:
+            keys, ids = lax.fori_loop(
+                jnp.int32(1),
+                lax.div(count + (tile - 1), jnp.int32(tile)),
+                lambda i, best: _merge_sorted(best, _top_of_tile(load_keys, first + i * tile, tile, slots), slots),
+                (keys, ids),
+            )
         if chunks == 1:
             emit_row(ids)
             return
@@ -158,12 +158,18 @@ def _select_kernel(
         def load_winners(lane):
             inside = lane < active * slots
             keys = plgpu.load(keys_ref.at[head, row, lane], mask=inside, other=HIDDEN_KEY, volatile=True)
-            ids = plgpu.load(ids_ref.at[head, row, lane], mask=inside, other=-1, volatile=True)
-            return keys, ids
+            ids = plgpu.load(ids_ref.at[head, row, lane], mask=inside, other=0, volatile=True)
+            return keys, jnp.where(inside, ids, NO_BLOCK - lane)
 
         def merge(num_chunks):
-            winners = load_winners(lax.iota(jnp.int32, num_chunks * slots))
-            emit_row(_top_of_tiles([winners], jnp.minimum(topk, num_blocks), slots)[1])
+            keys, ids = load_winners(lax.iota(jnp.int32, num_chunks * slots))
+
+            def count_better(i, rank):
+                other_keys, other_ids = load_winners(i * slots + lax.iota(jnp.int32, slots))
+                return rank + _num_better(keys, ids, other_keys, other_ids)
+
+            rank = lax.fori_loop(jnp.int32(0), active, count_better, jnp.zeros_like(ids))
+            emit_row(_take(rank, ids, slots))
             plgpu.store(counter_ref.at[head, row], jnp.int32(0))
 
         def merge_last():
@@ -182,44 +188,53 @@ def _select_kernel(
         pl.when(chunk < active)(run)
 
 
-def _divmod(value, divisor: int):
-    """Quotient and remainder of a non-negative traced int by a static one; Triton cannot lower a division by 1."""
-    if divisor == 1:
-        return value, jnp.int32(0)
-    return lax.div(value, jnp.int32(divisor)), lax.rem(value, jnp.int32(divisor))
+def _beats(key, block, other_key, other_block):
+    """One comparison a pair, and one for ties: order keys end well below the largest int32."""
+    return key + (block < other_block).astype(jnp.int32) > other_key
 
 
-def _top_of_tiles(tiles, rounds, slots):
-    """Order keys and ids of the best `rounds` lanes of some tiles of (keys, ids), best first, in `slots` lanes."""
+def _take(rank, values, slots):
+    """The values of ranks 0 .. `slots` - 1, in rank order."""
+    chosen = rank[:, None] == lax.iota(jnp.int32, slots)[None, :]  # [n, slots]
+    return jnp.sum(jnp.where(chosen, values[:, None], 0), axis=0)
+
+
+def _ranks(keys, blocks):
+    """How many candidates beat each: a permutation, as the blocks are distinct."""
+    return _num_better(keys, blocks, keys, blocks)
+
+
+def _num_better(keys, blocks, other_keys, other_blocks):
+    """How many of the others beat each. Sums run down axis 0, where a thread holds most of a column."""
+    better = _beats(other_keys[:, None], other_blocks[:, None], keys[None, :], blocks[None, :])  # [others, n]
+    return jnp.sum(better.astype(jnp.int32), axis=0)
+
+
+def _top_of_tile(load_keys, first, tile, slots):
+    """Order keys and ids of the best `slots` of the blocks `first` .. `first + tile - 1`, best first."""
+    lanes = max(RANK_LANES, 2 * slots)
+    size = max(tile // lanes, 1)
+    starts = first + size * lax.iota(jnp.int32, tile // size)
+    while size > 1:
+        # Groups hold consecutive blocks, so equal bests go to the group that starts lower.
+        keys = jnp.max(load_keys(starts[:, None] + lax.iota(jnp.int32, size)[None, :]), axis=1)
+        starts = _take(_ranks(keys, starts), starts, slots)
+        part = max(slots * size // lanes, 1)
+        offsets = part * lax.iota(jnp.int32, size // part)
+        starts = (starts[:, None] + offsets[None, :]).reshape(slots * size // part)
+        size = part
+    keys = load_keys(starts)
+    rank = _ranks(keys, starts)
+    return _take(rank, keys, slots), _take(rank, starts, slots)
+
+
+def _merge_sorted(left, right, slots):
+    """The best `slots` of two lists of (order keys, ids), each best first."""
     slot = lax.iota(jnp.int32, slots)
-    ids_of = [ids for _, ids in tiles]
-
-    def take(i, carry):
-        keys_of, best_keys, best_ids = carry
-        key = functools.reduce(jnp.maximum, [jnp.max(keys) for keys in keys_of])
-        lowest = [jnp.min(jnp.where(keys == key, ids, NO_BLOCK)) for keys, ids in zip(keys_of, ids_of, strict=True)]
-        block = functools.reduce(jnp.minimum, lowest)
-        keys_of = tuple(
-            jnp.where((keys == key) & (ids == block), HIDDEN_KEY, keys)
-            for keys, ids in zip(keys_of, ids_of, strict=True)
-        )
-        return keys_of, jnp.where(slot == i, key, best_keys), jnp.where(slot == i, block, best_ids)
-
-    start = (tuple(keys for keys, _ in tiles), jnp.full(slots, HIDDEN_KEY, jnp.int32), jnp.full(slots, -1, jnp.int32))
-    return lax.fori_loop(jnp.int32(0), rounds, take, start)[1:]
-
-
-def _top_of_chunk(load, count, tile, topk, slots, *, single_tile):
-    """Order keys and ids of the best K of a chunk of `count` blocks, best first."""
-    lane = lax.iota(jnp.int32, tile)
-    rounds = jnp.minimum(topk, count)
-    best = _top_of_tiles([load(lane)], rounds, slots)
-    if single_tile:
-        return best
-    tiles = lax.div(count + (tile - 1), jnp.int32(tile))
-    return lax.fori_loop(
-        jnp.int32(1), tiles, lambda i, best: _top_of_tiles([load(i * tile + lane), best], rounds, slots), best
-    )
+    ranked = []
+    for (keys, ids), (other_keys, other_ids) in ((left, right), (right, left)):
+        ranked.append((slot + _num_better(keys, ids, other_keys, other_ids), keys, ids))
+    return tuple(sum(_take(entry[0], entry[i], slots) for entry in ranked) for i in (1, 2))
 
 
 def _store_table(table_ref, lens_ref, attention_table_ref, ids, row, request, position, topk, stride):
