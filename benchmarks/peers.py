@@ -64,6 +64,12 @@ class Peers:
             "common": sys.modules["vllm.models.minimax_m3.common.ops.index_topk"],
         }
 
+    def versions(self) -> dict[str, str]:
+        import torch
+        import triton
+
+        return {"vllm": "0.32.0", "torch": torch.__version__, "triton": triton.__version__}
+
     def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[float, Any]:
         """Microseconds a call of a CUDA graph of one call for each of `queries`, and the first call's ids."""
         self.gfx950 = variant == "amd gfx950"

@@ -183,6 +183,8 @@ def minimax_m3_index_decode(
     if completion_counter is not None:
         checks.rows_buffer("completion_counter", completion_counter, heads, tokens, (), "[H, >=T]")
     implementations.check_options(implementation, interpret, launch, policy.DecodeLaunch)
+    if launch is not None:
+        launch.selection.check(num_blocks, topk)
 
     result = _decode(
         idx_q,

@@ -22,40 +22,64 @@ SELECTION_TARGET_GRID = 64
 SELECTION_TILE = 512
 SELECTION_MAX_CHUNKS = 16
 SHORT_SELECTION_TILE = 128
+AMD_MATRIX_COLUMNS = 16
 
 # NVIDIA, measured on an H200 (benchmarks/LOG.md): 132 multiprocessors.
 NVIDIA_MIN_COLUMNS = 8  # through the matrix unit: 5% faster for one column than multiplying and adding
 NVIDIA_RESIDENT = 528  # 4 programs a multiprocessor run at once; a second wave costs 3%
 NVIDIA_RESIDENT_WIDE = 396  # 3, with more than 8 columns
-NVIDIA_ONE_BLOCK_PROGRAMS = 1056  # up to here every block has a program of its own
+NVIDIA_ONE_BLOCK_PROGRAMS = 528  # up to here every block has a program of its own
 NVIDIA_MAX_TILE = 8192  # blocks of one selection program; beyond, chunks and a merge
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BalancedScore:
+class _Score:
+    """What both score launches have.
+
+    Attributes:
+      num_warps, num_stages: of the backend; None is its default.
+      min_columns: least width of the product's query side. A lone column is multiplied and added without the matrix
+        unit; padded to 8 or 16 it goes through it.
+      tile_tokens: keys of a page that one step loads, 128 or 64. Fewer need less on-chip memory for each stage.
+    """
+
+    num_warps: int | None = None
+    num_stages: int | None = None
+    min_columns: int = 1
+    tile_tokens: int = 128
+
+    def __post_init__(self):
+        _power_of_two("min_columns", self.min_columns)
+        if self.tile_tokens not in (64, 128):
+            raise ValueError(f"tile_tokens must be 64 or 128, got {self.tile_tokens!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BalancedScore(_Score):
     """Score launch that deals every visible block of every request to a fixed budget of programs.
 
     Attributes:
       budget: programs to spread the blocks over; the grid is `budget + R - 1`.
-      num_warps, num_stages: of the backend; None is its default.
-      min_columns: least width of the product's query side. A lone column is multiplied and added without the matrix
-        unit; padded to 16 it goes through it.
     """
 
     budget: int
-    num_warps: int | None = 2
-    num_stages: int | None = 1
-    min_columns: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.budget < 1:
+            raise ValueError(f"budget must be at least 1, got {self.budget!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SplitScore:
+class SplitScore(_Score):
     """Score launch that cuts each request into the same number of chunks: grid `[R, num_chunks]`."""
 
     num_chunks: int
-    num_warps: int | None = None
-    num_stages: int | None = None
-    min_columns: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_chunks < 1:
+            raise ValueError(f"num_chunks must be at least 1, got {self.num_chunks!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,6 +100,20 @@ class Selection:
     num_stages: int | None
     single_tile: bool = False
     adaptive_merge: bool = False
+
+    def __post_init__(self):
+        _power_of_two("num_chunks", self.num_chunks)
+        _power_of_two("tile", self.tile)
+
+    def check(self, num_blocks: int, topk: int) -> None:
+        """Raise ValueError if the launch would leave out some of B `num_blocks`, or cannot hold K `topk` winners."""
+        if self.tile < topk:
+            raise ValueError(f"launch: tile must be at least topk = {topk}, got {self.tile}")
+        if self.single_tile and self.num_chunks * self.tile < num_blocks:
+            raise ValueError(
+                f"launch: single_tile needs num_chunks * tile of at least {num_blocks} blocks, "
+                f"got {self.num_chunks} * {self.tile}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,10 +155,9 @@ def decode_launch(
 ) -> DecodeLaunch:
     """The launch of a decode call: R `requests`, H `heads`, T `tokens`, B `num_blocks`, K `topk`, D `head_dim`."""
     if not arch.startswith("gfx"):
+        columns = ceil_power_of_two(heads) * ceil_power_of_two(max_decode_query_len)
         return DecodeLaunch(
-            score=_nvidia_score(
-                requests, ceil_power_of_two(heads) * ceil_power_of_two(max_decode_query_len), num_blocks
-            ),
+            score=_nvidia_score(requests, columns, num_blocks, full="float32" in (query_dtype, cache_dtype)),
             selection=_nvidia_selection(num_blocks, tokens * heads),
         )
     tuned = arch == "gfx950" and head_dim == 128 and query_dtype == cache_dtype == "bfloat16"
@@ -131,27 +168,35 @@ def decode_launch(
 
 
 def _decode_score(requests: int, heads: int, max_decode_query_len: int, *, tuned: bool) -> BalancedScore | SplitScore:
+    # One head and token is multiplied and added; more go through the matrix unit, which is 16 columns wide.
+    columns = dict(min_columns=1 if heads == max_decode_query_len == 1 else AMD_MATRIX_COLUMNS)
     if tuned and 1 <= requests <= BALANCED_MAX_REQUESTS:
         few = requests <= BALANCED_FEW_REQUESTS
-        return BalancedScore(budget=BALANCED_BUDGET_FEW if few else BALANCED_BUDGET_MORE)
+        budget = BALANCED_BUDGET_FEW if few else BALANCED_BUDGET_MORE
+        return BalancedScore(budget=budget, num_warps=2, num_stages=1, **columns)
     first, last = HIGH_BATCH_REQUESTS
     high_batch = tuned and first <= requests <= last
     target = HIGH_BATCH_TARGET_GRID if high_batch else SPLIT_TARGET_GRID
     chunks = floor_power_of_two(min(max(target // max(1, requests), 1), MAX_SPLIT_CHUNKS))
     if heads > 1 and max_decode_query_len > 1:
-        return SplitScore(num_chunks=chunks, num_warps=4, num_stages=2)
+        # Two stages of whole pages would take more than 64 KiB of LDS.
+        return SplitScore(num_chunks=chunks, num_warps=4, num_stages=2, tile_tokens=64, **columns)
     if high_batch:
-        return SplitScore(num_chunks=chunks, num_warps=2, num_stages=1)
-    return SplitScore(num_chunks=chunks)
+        return SplitScore(num_chunks=chunks, num_warps=2, num_stages=1, **columns)
+    return SplitScore(num_chunks=chunks, **columns)
 
 
-def _nvidia_score(requests: int, columns: int, num_blocks: int) -> SplitScore:
+def _nvidia_score(requests: int, columns: int, num_blocks: int, *, full: bool) -> SplitScore:
+    if full:
+        # No matrix unit multiplies float32 whole; half pages in one stage are what fits the registers.
+        chunks = max(1, NVIDIA_RESIDENT // max(1, requests))
+        return SplitScore(num_chunks=chunks, num_warps=4, num_stages=1, tile_tokens=64)
     if requests * num_blocks <= NVIDIA_ONE_BLOCK_PROGRAMS:
-        # Latency, not bandwidth: more warps fetch one page sooner, and there is no second page to fetch meanwhile.
+        # There is no second page to fetch meanwhile.
         return SplitScore(num_chunks=num_blocks, num_warps=4, num_stages=1, min_columns=NVIDIA_MIN_COLUMNS)
     resident = NVIDIA_RESIDENT if columns <= NVIDIA_MIN_COLUMNS else NVIDIA_RESIDENT_WIDE
     chunks = max(1, resident // max(1, requests))
-    return SplitScore(num_chunks=chunks, num_warps=4, num_stages=3, min_columns=NVIDIA_MIN_COLUMNS)
+    return SplitScore(num_chunks=chunks, num_warps=4, num_stages=2, min_columns=NVIDIA_MIN_COLUMNS)
 
 
 def _nvidia_selection(num_blocks: int, rows: int) -> Selection:
@@ -204,6 +249,11 @@ def split_ranges(num_blocks: int, num_chunks: int) -> Iterator[tuple[int, int]]:
     for chunk in range(num_chunks):
         first = min(chunk * size, num_blocks)
         yield first, min(first + size, num_blocks)
+
+
+def _power_of_two(name: str, value: int) -> None:
+    if value < 1 or value & (value - 1):
+        raise ValueError(f"{name} must be a power of two, got {value!r}")
 
 
 def ceil_div(value: int, divisor: int) -> int:

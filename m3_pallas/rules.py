@@ -92,12 +92,12 @@ def prefill_rows(cu_seqlens_q: jax.Array, prefix_lens: jax.Array, num_tokens: in
     return request, jnp.where(owned, prefix + offset, -1)
 
 
-def product_dtype(query: DTypeLike, keys: DTypeLike) -> jnp.dtype:
-    """The dtype both operands are cast to, exactly, before the product: float8 rises to its partner (to bfloat16
+def product_dtype(query: DTypeLike, keys: DTypeLike, both_float8: DTypeLike = jnp.bfloat16) -> jnp.dtype:
+    """The dtype both operands are cast to, exactly, before the product: float8 rises to its partner (to `both_float8`
     if both are float8), two different wider types rise to float32."""
     wide = {jnp.dtype(dtype) for dtype in (query, keys)} - {jnp.dtype(jnp.float8_e4m3fn)}
     if not wide:
-        return jnp.dtype(jnp.bfloat16)
+        return jnp.dtype(both_float8)
     return wide.pop() if len(wide) == 1 else jnp.dtype(jnp.float32)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import re
 import subprocess
@@ -23,6 +24,7 @@ from jax._src.lib.triton import dialect as triton_dialect
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from triton.backends.compiler import GPUTarget
 
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as XLA compiles; Triton 3.9 warns where it is not said
 DEVICE_KINDS = {"gfx942": "gfx942", "gfx950": "gfx950", "sm_90": "NVIDIA H200"}
 
 

@@ -40,7 +40,7 @@ def architecture(platform: str) -> str:
     if abstract is not None:
         kinds.append(abstract.device_kind)
     else:
-        device = jax.config.read("jax_default_device") or jax.local_devices()[0]
+        device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
         kinds += [getattr(device, "compute_capability", None), getattr(device, "device_kind", None)]
     for kind in kinds:
         if isinstance(kind, str) and kind.startswith("gfx"):

@@ -51,6 +51,7 @@ def decode_score(
         score_blocks=functools.partial(
             _score_blocks,
             min_columns=launch.min_columns,
+            tile_tokens=launch.tile_tokens,
             one_block=not balanced and width <= launch.num_chunks,
             init_blocks=init_blocks,
             local_blocks=local_blocks,
@@ -104,7 +105,7 @@ def _balanced_kernel(
     programs = lax.div(num_blocks + share - 1, share)
     ends = jnp.cumsum(programs)
     done = ends <= pid
-    request = jnp.sum(done.astype(jnp.int32) * (lane < requests))
+    request = jnp.sum((done & (lane < requests)).astype(jnp.int32))
     local = pid - jnp.sum(jnp.where(done, programs, 0))
     # Programs past the last own nothing: their request is R and its length 0.
     seq_len = jnp.sum(jnp.where(lane == request, seq_lens, 0))
@@ -148,6 +149,7 @@ def _score_blocks(
     query_len,
     max_query_len,
     min_columns,
+    tile_tokens,
     one_block,
     init_blocks,
     local_blocks,
@@ -155,7 +157,7 @@ def _score_blocks(
     """Score up to `size` blocks of a request, from `first`, of the `num_blocks` its last query token sees."""
     _, heads, dim = q_ref.shape
     num_pages = pages_ref.shape[0]
-    dtype = rules.product_dtype(q_ref.dtype, pages_ref.dtype)
+    dtype = rules.product_dtype(q_ref.dtype, pages_ref.dtype, both_float8=jnp.float16)
     end = jnp.minimum(first + size, num_blocks)
 
     def score_all():
@@ -168,15 +170,18 @@ def _score_blocks(
         queries = plgpu.load(
             q_ref.at[row[:, None], head[:, None], lane[None, :]], mask=real[:, None] & (lane[None, :] >= 0), other=0.0
         ).astype(dtype)  # [columns, D]
-        token = lax.iota(jnp.int32, BLOCK_SIZE)
+        parts = BLOCK_SIZE // tile_tokens
+        token = lax.iota(jnp.int32, tile_tokens)
 
-        def body(block, carry, *, masked):
+        def body(step, best, *, masked):
+            block, part = device.divmod_static(step, parts)
             page = jnp.clip(plgpu.load(table_ref.at[request, block]), 0, num_pages - 1)
-            keys = plgpu.load(pages_ref.at[page]).astype(dtype)  # [128, D]
+            tile = (page,) if parts == 1 else (page, pl.ds(part * tile_tokens, tile_tokens))
+            keys = plgpu.load(pages_ref.at[tile]).astype(dtype)  # [tokens, D]
             if queries.shape[0] == 1:
                 # One column wastes a matrix tile: multiply and add in float32.
                 wide = keys.astype(jnp.float32) * jnp.sum(queries.astype(jnp.float32), axis=0)[None, :]
-                dots = jnp.sum(wide, axis=1)[:, None]  # [128, 1]
+                dots = jnp.sum(wide, axis=1)[:, None]  # [tokens, 1]
             else:
                 dots = lax.dot_general(
                     keys,
@@ -184,21 +189,25 @@ def _score_blocks(
                     (((1,), (1,)), ((), ())),
                     precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
                     preferred_element_type=jnp.float32,
-                )  # [128, columns]
+                )  # [tokens, columns]
             dots = rules.clean_products(dots)
             if masked:
-                dots = jnp.where((block * BLOCK_SIZE + token)[:, None] < kv[None, :], dots, -jnp.inf)
-            maxima = rules.force_scores(jnp.max(dots, axis=0), block, row_blocks, init_blocks, local_blocks)
-            plgpu.store(keys_ref.at[head, row, block], rules.order_key(maxima), mask=real)
-            return carry
+                dots = jnp.where((step * tile_tokens + token)[:, None] < kv[None, :], dots, -jnp.inf)
+            maxima = jnp.max(dots, axis=0)  # [columns]
+            if parts > 1:
+                maxima = best = jnp.where(part == 0, maxima, jnp.maximum(maxima, best))
+            forced = rules.force_scores(maxima, block, row_blocks, init_blocks, local_blocks)
+            plgpu.store(keys_ref.at[head, row, block], rules.order_key(forced), mask=real & (part == parts - 1))
+            return best
 
-        if one_block:
-            body(first, None, masked=True)
+        start = None if parts == 1 else jnp.full(head.shape, -jnp.inf, jnp.float32)
+        if one_block and parts == 1:
+            body(first, start, masked=True)
             return
         # Blocks that every query token sees whole need no mask.
         whole = rules.visible_tokens(rules.decode_positions(seq_len, jnp.int32(0), query_len, width)) >> BLOCK_SHIFT
         whole = jnp.clip(whole, first, end)
-        lax.fori_loop(first, whole, functools.partial(body, masked=False), None)
-        lax.fori_loop(whole, end, functools.partial(body, masked=True), None)
+        lax.fori_loop(first * parts, whole * parts, functools.partial(body, masked=False), start)
+        lax.fori_loop(whole * parts, end * parts, functools.partial(body, masked=True), start)
 
     pl.when(first < end)(score_all)
