@@ -101,6 +101,10 @@ def product_dtype(query: DTypeLike, keys: DTypeLike, both_float8: DTypeLike = jn
     return wide.pop() if len(wide) == 1 else jnp.dtype(jnp.float32)
 
 
+def _running(part: jax.Array) -> jax.Array:
+    return jnp.cumsum(part, axis=-1, dtype=jnp.int32)
+
+
 def table_slots(ids: jax.Array, position: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where a row's selected blocks go in its page-16 table.
 
@@ -119,11 +123,11 @@ def table_slots(ids: jax.Array, position: jax.Array, width: int) -> tuple[jax.Ar
     full = (kept & (ids < own_block[..., None])).astype(jnp.int32)
     own = kept.astype(jnp.int32) - full
     dropped = 1 - full - own
-    num_full, num_own = jnp.sum(full, axis=-1), jnp.sum(own, axis=-1)
+    num_full = jnp.sum(full, axis=-1, dtype=jnp.int32)
+    num_own = jnp.sum(own, axis=-1, dtype=jnp.int32)
     first_own = num_full[..., None]
     first_dropped = (num_full + num_own)[..., None]
-    slot = full * jnp.cumsum(full, axis=-1) + own * (first_own + jnp.cumsum(own, axis=-1))
-    slot += dropped * (first_dropped + jnp.cumsum(dropped, axis=-1)) - 1
+    slot = full * _running(full) + own * (first_own + _running(own)) + dropped * (first_dropped + _running(dropped)) - 1
     with_own = num_full * BLOCK_SIZE + kv - own_block * BLOCK_SIZE
     length = jnp.where(num_own > 0, with_own, jnp.minimum(num_full * BLOCK_SIZE, kv))
     return kept, slot, length

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from m3_pallas import rules, sparse_table
+from m3_pallas.manual_axes import vary_like
 from m3_pallas.rules import BLOCK_SIZE
 
 TILE_ROWS = 128  # prefill rows of a tile
-MIN_PRODUCT_ROWS = 8  # XLA:CPU has a slow path for bf16 products of fewer rows
-SCORE_BYTES = 4 << 20  # temporaries of one product
+SCORE_BYTES = 8 << 20  # temporaries of one product
 SELECT_BYTES = 16 << 20  # temporaries of one selection slice
 
 
@@ -48,7 +48,7 @@ def index_score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, 
     rows = min(TILE_ROWS, tokens)
     # Tiles start at each request's first row; there are at most this many.
     tiles_of = (jnp.clip(jnp.diff(cu_seqlens_q), 0, tokens) + rows - 1) // rows  # [R]
-    last_tile = jnp.cumsum(tiles_of)  # [R]
+    last_tile = jnp.cumsum(tiles_of, dtype=jnp.int32)  # [R]
     tile = lax.iota(jnp.int32, tokens // rows + requests)
     tile_request, nth = _locate(tile, tiles_of, last_tile)
     first_row = jnp.clip(cu_seqlens_q[tile_request] + nth * rows, 0, tokens - rows)
@@ -81,15 +81,15 @@ def _score(idx_q, pages, block_table, request, kv, tile_request, first_row, rows
     tokens, heads, dim = idx_q.shape
     num_pages, table_width = pages.shape[0], block_table.shape[1]
     dtype = rules.product_dtype(idx_q.dtype, pages.dtype)
-    products = max(rows * heads, MIN_PRODUCT_ROWS)
-    block_bytes = BLOCK_SIZE * (dim * (pages.dtype.itemsize + dtype.itemsize) + products * 4)
+    block_bytes = BLOCK_SIZE * (dim * (pages.dtype.itemsize + dtype.itemsize) + rows * heads * 4)
     chunk = max(1, min(SCORE_BYTES // block_bytes, width, table_width))
+    chunk = math.ceil(width / math.ceil(width / chunk))  # even chunks overlap least
 
     window = first_row[:, None] + lax.iota(jnp.int32, rows)[None, :]  # [tiles, rows]
     own = request[window] == tile_request[:, None]
     tile_kv = jnp.max(jnp.where(own, kv[window], 0), axis=1)
     chunks_of = (rules.num_visible_blocks(tile_kv) + chunk - 1) // chunk  # [tiles]
-    ends = jnp.cumsum(chunks_of)
+    ends = jnp.cumsum(chunks_of, dtype=jnp.int32)
 
     def step(i, score):
         tile, nth = (x[0] for x in _locate(i[None], chunks_of, ends))
@@ -97,17 +97,16 @@ def _score(idx_q, pages, block_table, request, kv, tile_request, first_row, rows
         first_block = jnp.minimum(nth * chunk, width - chunk)
         blocks = first_block + lax.iota(jnp.int32, chunk)
         page = block_table[own_request, jnp.minimum(blocks, table_width - 1)]
-        keys = pages.reshape(num_pages, -1)[jnp.clip(page, 0, num_pages - 1)]  # [chunk, 128 * D]
+        keys = _gather(pages, jnp.clip(page, 0, num_pages - 1))  # [chunk, 128 * D]
         keys = keys.reshape(chunk * BLOCK_SIZE, dim).astype(dtype)
         query = lax.dynamic_slice_in_dim(idx_q, row, rows).reshape(rows * heads, dim).astype(dtype)
-        query = jnp.pad(query, ((0, products - rows * heads), (0, 0)))
         dots = lax.dot_general(
             query,
             keys,
             (((1,), (1,)), ((), ())),
             precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
-        )[: rows * heads]
+        )
         dots = rules.clean_products(dots).reshape(rows, heads, chunk, BLOCK_SIZE)
         token = blocks[:, None] * BLOCK_SIZE + lax.iota(jnp.int32, BLOCK_SIZE)[None, :]  # [chunk, 128]
         row_kv = lax.dynamic_slice_in_dim(kv, row, rows)
@@ -119,8 +118,19 @@ def _score(idx_q, pages, block_table, request, kv, tile_request, first_row, rows
         return lax.dynamic_update_slice(score, jnp.where(own_row[None, :, None], maxima, old), start)
 
     score = jnp.full((heads, tokens, width), -jnp.inf, jnp.float32)
-    score = _vary_like(score, idx_q, pages, block_table, kv, request, ends)
+    score = vary_like(score, idx_q, pages, block_table, kv, request, ends)
     return lax.fori_loop(jnp.int32(0), ends[-1], step, score)
+
+
+def _gather(pages, page):
+    """`pages[page]`, `[chunk, 128 * D]`.
+
+    As integers, because XLA:CPU gathers no 16-bit floats and would convert the whole cache first; behind a barrier, so
+    that the reinterpretation is not hoisted out of the loop, where it would copy the cache.
+    """
+    pages, page = lax.optimization_barrier((pages, page))
+    bits = lax.bitcast_convert_type(pages.reshape(pages.shape[0], -1), f"uint{8 * pages.dtype.itemsize}")
+    return lax.bitcast_convert_type(bits[page], pages.dtype)
 
 
 def _select(score, num_blocks, topk, init_blocks, local_blocks):
@@ -138,7 +148,7 @@ def _select(score, num_blocks, topk, init_blocks, local_blocks):
         chosen = _select_rows(part, blocks, topk, init_blocks, local_blocks)
         return lax.dynamic_update_slice_in_dim(ids, chosen, row, axis=0)
 
-    ids = _vary_like(jnp.full((rows, topk), -1, jnp.int32), score, num_blocks)
+    ids = vary_like(jnp.full((rows, topk), -1, jnp.int32), score, num_blocks)
     ids = lax.fori_loop(jnp.int32(0), jnp.int32(math.ceil(rows / slice_rows)), select_slice, ids)
     return ids.reshape(heads, tokens, topk)
 
@@ -159,12 +169,3 @@ def _select_rows(score, num_blocks, topk, init_blocks, local_blocks):
     rank = lax.broadcasted_iota(jnp.int32, (rows, found), 1)
     ids = jnp.where(rank < num_blocks[:, None], ids, -1)
     return jnp.pad(ids, ((0, 0), (0, topk - found)), constant_values=-1)
-
-
-def _vary_like(init, *sources):
-    """`init`, typed as varying over the manual mesh axes of `sources`, as `shard_map` asks of a loop's carry."""
-    never = jnp.bool_(False)
-    for source in sources:
-        first = source[(0,) * source.ndim]
-        never |= (first != first) & False
-    return jnp.where(never, jnp.zeros((), init.dtype), init)

@@ -4,8 +4,12 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import pytest
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, max_examples=25)
+hypothesis.settings.load_profile("suite")
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

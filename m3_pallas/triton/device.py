@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from m3_pallas.manual_axes import outputs_like
+
 try:
     from jax.experimental.pallas import triton as plgpu
 except ImportError:  # a JAX that has dropped Pallas on Triton
@@ -72,12 +74,17 @@ def call(
     # JAX 0.11 deprecates this backend, the only Pallas one on ROCm. Its users need no reminder on every lowering.
     warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
     assert plgpu is not None
-    return pl.pallas_call(
-        kernel,
-        grid=(grid,),
-        out_shape=tuple(out_shape),
-        input_output_aliases=aliases,
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        interpret=interpret,
-        name=name,
-    )
+    params = plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+
+    def run(*operands):
+        return pl.pallas_call(
+            kernel,
+            grid=(grid,),
+            out_shape=outputs_like(tuple(out_shape), *operands),
+            input_output_aliases=aliases,
+            compiler_params=params,
+            interpret=interpret,
+            name=name,
+        )(*operands)
+
+    return run

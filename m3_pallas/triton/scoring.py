@@ -101,15 +101,15 @@ def _balanced_kernel(
     lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
     seq_lens = plgpu.load(seq_lens_ref.at[lane], mask=lane < requests, other=0)
     num_blocks = _num_blocks(seq_lens, query_len, width)
-    share = jnp.maximum(1, lax.div(jnp.sum(num_blocks) + (split - 1), jnp.int32(split)))
+    share = jnp.maximum(1, lax.div(jnp.sum(num_blocks, dtype=jnp.int32) + (split - 1), jnp.int32(split)))
     programs = lax.div(num_blocks + share - 1, share)
-    ends = jnp.cumsum(programs)
+    ends = jnp.cumsum(programs, dtype=jnp.int32)
     done = ends <= pid
-    request = jnp.sum((done & (lane < requests)).astype(jnp.int32))
-    local = pid - jnp.sum(jnp.where(done, programs, 0))
+    request = jnp.sum(done & (lane < requests), dtype=jnp.int32)
+    local = pid - jnp.sum(jnp.where(done, programs, 0), dtype=jnp.int32)
     # Programs past the last own nothing: their request is R and its length 0.
-    seq_len = jnp.sum(jnp.where(lane == request, seq_lens, 0))
-    own_blocks = jnp.sum(jnp.where(lane == request, num_blocks, 0))
+    seq_len = jnp.sum(jnp.where(lane == request, seq_lens, 0), dtype=jnp.int32)
+    own_blocks = jnp.sum(jnp.where(lane == request, num_blocks, 0), dtype=jnp.int32)
     pl.when(pid < requests)(lambda: _zero_counters(counter_ref, pid, q_ref, query_len, max_query_len))
     score_blocks(q_ref, pages_ref, table_ref, keys_ref, request, seq_len, local * share, own_blocks, share)
 

@@ -129,7 +129,7 @@ def _select_kernel(
         ids = jnp.where(slot < jnp.minimum(topk, num_blocks), ids, -1)
         plgpu.store(topk_ref.at[head, row, slot], ids, mask=slot < topk)
         if emit:
-            _store_table(*table_refs, attention_table_ref, ids, row, request, position, topk, block_page_stride)
+            _store_table(table_refs, attention_table_ref, ids, row, request, position, topk, block_page_stride)
 
     def run():
         keys, ids = _top_of_tile(load_keys, first, tile, slots)
@@ -196,7 +196,7 @@ def _beats(key, block, other_key, other_block):
 def _take(rank, values, slots):
     """The values of ranks 0 .. `slots` - 1, in rank order."""
     chosen = rank[:, None] == lax.iota(jnp.int32, slots)[None, :]  # [n, slots]
-    return jnp.sum(jnp.where(chosen, values[:, None], 0), axis=0)
+    return jnp.sum(jnp.where(chosen, values[:, None], 0), axis=0, dtype=jnp.int32)
 
 
 def _ranks(keys, blocks):
@@ -207,7 +207,7 @@ def _ranks(keys, blocks):
 def _num_better(keys, blocks, other_keys, other_blocks):
     """How many of the others beat each. Sums run down axis 0, where a thread holds most of a column."""
     better = _beats(other_keys[:, None], other_blocks[:, None], keys[None, :], blocks[None, :])  # [others, n]
-    return jnp.sum(better.astype(jnp.int32), axis=0)
+    return jnp.sum(better, axis=0, dtype=jnp.int32)
 
 
 def _top_of_tile(load_keys, first, tile, slots):
@@ -237,7 +237,8 @@ def _merge_sorted(left, right, slots):
     return tuple(sum(_take(entry[0], entry[i], slots) for entry in ranked) for i in (1, 2))
 
 
-def _store_table(table_ref, lens_ref, attention_table_ref, ids, row, request, position, topk, stride):
+def _store_table(table_refs, attention_table_ref, ids, row, request, position, topk, stride):
+    table_ref, lens_ref = table_refs
     width = attention_table_ref.shape[1]
     kept, slot, length = rules.table_slots(ids, position, width)
     page = plgpu.load(attention_table_ref.at[request, jnp.clip(ids, 0, width - 1)], mask=kept, other=0) * stride

@@ -1,0 +1,49 @@
+"""Temporaries of the portable implementation, from the compiler: bounded whatever the context."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import m3_pallas
+
+LIMIT = 64 << 20
+
+
+def temporaries(function, *shapes):
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    return jax.jit(function).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize(("requests", "context"), [(64, 128 << 10), (64, 1 << 20), (1, 65534 * 128)])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_decode(requests, context, heads):
+    blocks = context // 128
+
+    def decode(*arrays):
+        return m3_pallas.minimax_m3_index_decode(*arrays, context, 16, 0, 1, heads, 1, 1, implementation="xla")
+
+    used = temporaries(
+        decode,
+        ((requests, heads, 128), jnp.bfloat16),
+        ((requests * 1024, 128, 128), jnp.bfloat16),
+        ((requests, blocks), jnp.int32),
+        ((requests,), jnp.int32),
+    )
+    assert used - heads * requests * blocks * 4 <= LIMIT
+
+
+def test_prefill():
+    tokens, context, width = 4096, 128 << 10, 1024
+
+    def score(*arrays):
+        return m3_pallas.minimax_m3_index_score(*arrays, tokens, context, 4, implementation="xla")
+
+    i32 = jnp.int32
+    queries, pages = ((tokens, 4, 128), jnp.bfloat16), ((4096, 128, 128), jnp.bfloat16)
+    used = temporaries(score, queries, pages, ((2, width), i32), ((3,), i32), ((2,), i32), ((2,), i32))
+    assert used <= LIMIT  # the score array itself is the output
+
+    def topk(*arrays):
+        return m3_pallas.minimax_m3_index_topk(*arrays, tokens, 16, 0, 1, implementation="xla")
+
+    assert temporaries(topk, ((4, tokens, width), jnp.float32), ((3,), i32), ((2,), i32)) <= LIMIT
