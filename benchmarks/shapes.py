@@ -52,6 +52,15 @@ DECODE = (
     Shape(128, 1, 1, 8 * K),
     Shape(256, 4, 1, 4 * K),
 )
+PORTABLE = (
+    Shape(1, 1, 1, 8 * K),
+    Shape(1, 4, 1, 64 * K),
+    Shape(4, 1, 1, 32 * K),
+    Shape(8, 4, 1, 8 * K),
+    Shape(16, 4, 1, 4 * K),
+    Shape(8, 4, 4, 8 * K),
+    Shape(8, 4, 1, 8 * K, "float32"),
+)
 
 
 def decode_arrays(shape: Shape, calls: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -31,6 +31,12 @@ NVIDIA_RESIDENT_WIDE = 396  # 3, with more than 8 columns
 NVIDIA_ONE_BLOCK_PROGRAMS = 528  # up to here every block has a program of its own
 NVIDIA_MAX_TILE = 8192  # blocks of one selection program; beyond, chunks and a merge
 
+PREFILL_ROWS = 128  # of one product
+PREFILL_FULL_ROWS = 32
+PREFILL_PROGRAMS = 1056  # at least so many share the blocks: 8 for each of an H200's 132 multiprocessors
+PREFILL_STAGES = {"sm_": 3, "gfx": 1}
+PREFILL_MAX_TILE = 4096
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Score:
@@ -131,6 +137,11 @@ class ScoreLaunch:
     num_warps: int | None = None
     num_stages: int | None = None
 
+    def __post_init__(self):
+        _power_of_two("rows", self.rows)
+        if self.num_chunks < 1:
+            raise ValueError(f"num_chunks must be at least 1, got {self.num_chunks!r}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeLaunch:
@@ -204,6 +215,23 @@ def _nvidia_selection(num_blocks: int, rows: int) -> Selection:
     warps = 2 if tile <= 512 or (tile == 1024 and rows > 128) else 4 if tile <= 4096 else 8
     chunks = ceil_power_of_two(ceil_div(num_blocks, tile))
     return Selection(num_chunks=chunks, tile=tile, num_warps=warps, num_stages=1, single_tile=True, adaptive_merge=True)
+
+
+def prefill_score_launch(*, arch: str, heads: int, tokens: int, num_blocks: int, full: bool) -> ScoreLaunch:
+    """The launch of a prefill score call: H `heads` padded to a power of two, T `tokens`, B `num_blocks`.
+
+    `full` where the product is of float32, which no matrix unit multiplies whole.
+    """
+    rows = max(PREFILL_FULL_ROWS if full else PREFILL_ROWS, heads)
+    tiles = ceil_div(tokens * heads, rows)
+    chunks = min(max(ceil_div(PREFILL_PROGRAMS, tiles), 1), num_blocks)
+    return ScoreLaunch(rows=rows, num_chunks=chunks, num_warps=8, num_stages=1 if full else PREFILL_STAGES[arch[:3]])
+
+
+def prefill_selection_launch(*, num_blocks: int) -> Selection:
+    """The launch of a prefill selection call on scores of B `num_blocks` columns."""
+    tile = min(max(ceil_power_of_two(num_blocks), 64), PREFILL_MAX_TILE)
+    return Selection(num_chunks=1, tile=tile, num_warps=4 if tile > 256 else 2, num_stages=1)
 
 
 def decode_selection(*, arch: str, num_blocks: int, tokens: int, heads: int, topk: int) -> Selection:

@@ -39,6 +39,11 @@ def visible_tokens(position: jax.Array) -> jax.Array:
     return jnp.maximum(position + 1, 0)
 
 
+def clip_position(prefix: jax.Array) -> jax.Array:
+    """Garbage prefix lengths, kept where sums of positions stay in int32."""
+    return jnp.clip(prefix, 0, _MAX_POSITION)
+
+
 def clean_products(products: jax.Array) -> jax.Array:
     """Map NaN dot products to `NAN_SCORE`. Before the block max: whether a max skips NaN differs by backend."""
     return jnp.where(jnp.isnan(products), jnp.float32(NAN_SCORE), products)
@@ -88,7 +93,7 @@ def prefill_rows(cu_seqlens_q: jax.Array, prefix_lens: jax.Array, num_tokens: in
     request = jnp.minimum(passed, prefix_lens.shape[0] - 1)
     offset = row[:, 0] - cu_seqlens_q[request]
     owned = (passed == request) & (offset >= 0) & (offset < num_tokens)
-    prefix = jnp.clip(prefix_lens, 0, _MAX_POSITION)[request]
+    prefix = clip_position(prefix_lens)[request]
     return request, jnp.where(owned, prefix + offset, -1)
 
 

@@ -19,9 +19,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 IMPLEMENTATIONS = {
     "default": dict(),
     "xla": dict(implementation="xla"),
-}
-DECODE_IMPLEMENTATIONS = {
-    **IMPLEMENTATIONS,
     "triton_interpreted": dict(implementation="pallas_triton", interpret=True),
 }
 
@@ -30,9 +27,3 @@ DECODE_IMPLEMENTATIONS = {
 def options(request) -> dict:
     """Keyword options of the public calls that choose an implementation."""
     return IMPLEMENTATIONS[request.param]
-
-
-@pytest.fixture(params=DECODE_IMPLEMENTATIONS)
-def decode_options(request) -> dict:
-    """The same for `minimax_m3_index_decode`, which has more implementations."""
-    return DECODE_IMPLEMENTATIONS[request.param]

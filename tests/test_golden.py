@@ -64,8 +64,8 @@ def test_oracle_table(name):
 
 
 @pytest.mark.parametrize("name", DECODE)
-def test_decode(name, decode_options):
-    result = calls.decode(CASES[name], **decode_options)
+def test_decode(name, options):
+    result = calls.decode(CASES[name], **options)
     if name in WITH_TABLE:
         np.testing.assert_array_equal(result.sparse_block_table, GOLDEN[f"{name}/sparse_block_table"])
         np.testing.assert_array_equal(result.sparse_context_lens, GOLDEN[f"{name}/sparse_context_lens"])

@@ -72,9 +72,9 @@ def test_order(name, options):
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_order_in_decode(name, decode_options):
+def test_order_in_decode(name, options):
     scores, topk, expected = ORDERS[name]
-    assert decode_blocks(scores[:32], topk, **decode_options) == expected
+    assert decode_blocks(scores[:32], topk, **options) == expected
 
 
 def test_forced_blocks_are_not_cut_off(options):
@@ -85,10 +85,10 @@ def test_forced_blocks_are_not_cut_off(options):
     assert select(scores, 2, init_blocks=3, local_blocks=1, **options) == [0, 1]
 
 
-def test_forced_blocks_are_not_cut_off_in_decode(decode_options):
+def test_forced_blocks_are_not_cut_off_in_decode(options):
     scores = np.arange(20, 0, -1)
-    assert decode_blocks(scores, 4, init_blocks=2, local_blocks=1, **decode_options) == [0, 1, 19, 2]
-    assert decode_blocks([1.0, INF, 2.0], 3, local_blocks=1, **decode_options) == [1, 2, 0]
+    assert decode_blocks(scores, 4, init_blocks=2, local_blocks=1, **options) == [0, 1, 19, 2]
+    assert decode_blocks([1.0, INF, 2.0], 3, local_blocks=1, **options) == [1, 2, 0]
 
 
 def test_constant_row_of_4096_blocks():
@@ -96,9 +96,9 @@ def test_constant_row_of_4096_blocks():
     assert select(np.full(4096, 0.5), 16, local_blocks=1) == [4095, *range(15)]
 
 
-def test_heads_select_for_themselves(decode_options):
+def test_heads_select_for_themselves(options):
     """transformers #46762; T = H = 4 makes [H, T, K] and [T, H, K] look alike."""
-    check_decode(Decode(seq_lens=(2000, 1500, 900, 2560), heads=4, topk=4, seed=100), **decode_options)
+    check_decode(Decode(seq_lens=(2000, 1500, 900, 2560), heads=4, topk=4, seed=100), **options)
 
 
 def test_heads_select_for_themselves_in_prefill(options):
@@ -106,29 +106,29 @@ def test_heads_select_for_themselves_in_prefill(options):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 16])
-def test_any_number_of_heads(heads, decode_options):
+def test_any_number_of_heads(heads, options):
     """aiter #5464, ATOM #1334"""
-    check_decode(Decode(seq_lens=(700, 300), heads=heads, topk=3, seed=102, head_dim=64), **decode_options)
+    check_decode(Decode(seq_lens=(700, 300), heads=heads, topk=3, seed=102, head_dim=64), **options)
 
 
-def test_padded_rows_are_all_minus_one(decode_options):
+def test_padded_rows_are_all_minus_one(options):
     """vllm #39391, #39244, #39643: every column, and nothing of the NaN pages they point to."""
     case = Decode(seq_lens=(0, 300, 0), topk=5, heads=2, seed=103)
     inputs = decode_inputs(case)
     unused = np.setdiff1d(np.arange(inputs["index_kv_cache"].shape[0]), inputs["block_table"][1, :3])
     inputs["block_table"][[0, 2]] = unused[0]  # a NaN page
-    ids = calls.decode(case, inputs, out=jnp.full((2, 3, 5), 9, jnp.int32), **decode_options)
+    ids = calls.decode(case, inputs, out=jnp.full((2, 3, 5), 9, jnp.int32), **options)
     np.testing.assert_array_equal(ids[:, [0, 2]], -1)
     np.testing.assert_array_equal(ids, calls.decode_oracle(case, inputs)[0])
 
 
-def test_stale_pages_and_table_entries(decode_options):
+def test_stale_pages_and_table_entries(options):
     """Unused entries of 2**30, -1 and of pages that hold NaN; NaN after the last token of a page."""
     case = Decode(seq_lens=(129, 5, 256), topk=3, seed=104)
     inputs = decode_inputs(case)
     for request, used in enumerate((2, 1, 2)):
         inputs["block_table"][request, used:] = (-1, 2**30, -(2**31))[request]
-    check_decode(case, inputs, **decode_options)
+    check_decode(case, inputs, **options)
 
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])
@@ -152,33 +152,33 @@ def test_long_context(name):
 
 
 @pytest.mark.parametrize("seq_lens", [(129, 0), (0, 0), (129,), (2,), (3, 4, 127, 128, 130, 131)], ids=str)
-def test_speculative_rows(seq_lens, decode_options):
+def test_speculative_rows(seq_lens, options):
     """vllm #49054; rows that cross a block, and requests shorter than the query."""
     case = Decode(seq_lens=seq_lens, query_len=4, max_query_len=4, topk=3, seed=108)
-    check_decode(case, **decode_options)
+    check_decode(case, **options)
     if seq_lens == (129,):
-        assert (np.asarray(calls.decode(case, **decode_options))[0] >= 0).sum(-1).tolist() == [1, 1, 1, 2]
+        assert (np.asarray(calls.decode(case, **options))[0] >= 0).sum(-1).tolist() == [1, 1, 1, 2]
     if seq_lens == (2,):
-        assert (np.asarray(calls.decode(case, **decode_options))[0] >= 0).sum(-1).tolist() == [0, 0, 1, 1]
+        assert (np.asarray(calls.decode(case, **options))[0] >= 0).sum(-1).tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("dirty", [0, 7, -1, 2**31 - 1])
-def test_dirty_counter(dirty, decode_options):
+def test_dirty_counter(dirty, options):
     case = Decode(seq_lens=(3000, 129, 0), topk=4, heads=2, seed=109)
     inputs = decode_inputs(case)
     counter = jnp.full((2, 5), dirty, jnp.int32)
-    result = calls.decode(case, inputs, completion_counter=counter, **decode_options)
+    result = calls.decode(case, inputs, completion_counter=counter, **options)
     np.testing.assert_array_equal(result.topk_idx, calls.decode_oracle(case, inputs)[0])
     np.testing.assert_array_equal(result.completion_counter[:, :3], 0)
 
 
 @pytest.mark.parametrize("query", ["bf16", "f16", "e4m3fn"])
 @pytest.mark.parametrize("cache", ["bf16", "e4m3fn", "f16"])
-def test_mixed_dtypes(query, cache, decode_options):
+def test_mixed_dtypes(query, cache, options):
     """vllm #47665, ATOM #1473: what the product needs is upcast."""
     cases = [Decode(seq_lens=(700, 130), heads=2, topk=3, dtype=dtype, seed=110) for dtype in (query, cache)]
     inputs = decode_inputs(cases[1]) | dict(idx_q=decode_inputs(cases[0])["idx_q"])
-    check_decode(cases[1], inputs, **decode_options)
+    check_decode(cases[1], inputs, **options)
 
 
 PREFILLS = {
@@ -224,13 +224,13 @@ def test_no_tokens(tokens, requests, options):
 @pytest.mark.parametrize(
     ("name", "value"), [("seq_lens", 2**31 - 1), ("seq_lens", -5), ("block_table", 2**31 - 1), ("block_table", -1)]
 )
-def test_callers_hazards_stay_inside(name, value, decode_options):
+def test_callers_hazards_stay_inside(name, value, options):
     """A wild length or page gives ids inside the table, and leaves the other requests alone."""
     case = Decode(seq_lens=(300, 700), topk=3, seed=112)
     inputs = decode_inputs(case)
     expected = calls.decode_oracle(case, inputs)[0]
     inputs[name][0] = value
-    ids = np.asarray(calls.decode(case, inputs, **decode_options))
+    ids = np.asarray(calls.decode(case, inputs, **options))
     np.testing.assert_array_equal(ids[:, 1], expected[:, 1])
     assert ids.min() >= -1
     assert ids.max() < inputs["block_table"].shape[1]

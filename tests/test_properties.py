@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import m3_pallas
 from m3_pallas import reference
-from tests.conftest import DECODE_IMPLEMENTATIONS
+from tests.conftest import IMPLEMENTATIONS
 
 BLOCKS, DIM, PAGES = 5, 16, 12  # widths are fixed, so that few programs are compiled
 SPECIAL = [
@@ -52,7 +52,7 @@ def test_every_implementation_equals_the_oracle(batch, forced):
     expected = reference.index_decode(
         *batch, topk=4, init_blocks=init_blocks, local_blocks=local_blocks, decode_query_len=2
     )[0]
-    for options in DECODE_IMPLEMENTATIONS.values():
+    for options in IMPLEMENTATIONS.values():
         actual = decode(*batch, init_blocks=init_blocks, local_blocks=local_blocks, options=tuple(options.items()))
         np.testing.assert_array_equal(actual, expected)
 

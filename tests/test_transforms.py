@@ -40,9 +40,9 @@ def expected():
 decode = functools.partial(m3_pallas.minimax_m3_index_decode, **statics(CASE, 700))
 
 
-def test_jit_and_cache_pytree(arrays, expected, decode_options):
+def test_jit_and_cache_pytree(arrays, expected, options):
     queries, pages, *rest = arrays
-    run = jax.jit(functools.partial(decode, **decode_options))
+    run = jax.jit(functools.partial(decode, **options))
     np.testing.assert_array_equal(run(queries, pages, *rest), expected)
     np.testing.assert_array_equal(run(queries, IndexCache(pages), *rest), expected)
 
@@ -55,7 +55,7 @@ def test_vmap(arrays, expected, options):
     np.testing.assert_array_equal(ids[1], decode(-queries, *rest, implementation="xla"))
 
 
-def test_scan_over_layers(arrays, decode_options):
+def test_scan_over_layers(arrays, options):
     """Each layer inserts, then selects, from its slice of stacked pages."""
     queries, pages, table, seq_lens = arrays
     layers = IndexCache(jnp.stack([pages, -pages]))
@@ -64,7 +64,7 @@ def test_scan_over_layers(arrays, decode_options):
 
     def layer(_, xs):
         cache = m3_pallas.insert_index_cache(*xs, slot)
-        return None, (decode(queries, cache, table, seq_lens, **decode_options), cache)
+        return None, (decode(queries, cache, table, seq_lens, **options), cache)
 
     _, (ids, caches) = jax.jit(lambda xs: jax.lax.scan(layer, None, xs))((layers, keys))
     for i in range(2):
@@ -90,9 +90,9 @@ def test_donated_out_is_in_place(arrays, expected, options):
     np.testing.assert_array_equal(result[:, 3:], 9)
 
 
-def test_out_keeps_its_other_rows(arrays, expected, decode_options):
+def test_out_keeps_its_other_rows(arrays, expected, options):
     out = jnp.full((2, 7, 3), 9, jnp.int32)
-    result = decode(*arrays, out=out, **decode_options)
+    result = decode(*arrays, out=out, **options)
     np.testing.assert_array_equal(result[:, :3], expected)
     np.testing.assert_array_equal(result[:, 3:], 9)
     assert (out == 9).all()

@@ -13,17 +13,21 @@ MAX_COLUMNS = 128  # heads times query tokens, each padded to a power of two
 def unsupported(idx_q: jax.Array, pages: jax.Array, *, topk: int, max_query_len: int, interpret: bool) -> str | None:
     """Why the kernels cannot serve these shapes and dtypes here, or None."""
     _, heads, dim = idx_q.shape
-    if dim < MIN_DIM or dim & (dim - 1):
-        return f"head dim {dim} is not a power of two from {MIN_DIM}; use None or 'xla'"
     columns = pl.next_power_of_2(heads) * pl.next_power_of_2(max_query_len)
     if columns > MAX_COLUMNS:
         return f"{heads} heads of {max_query_len} query tokens need more than {MAX_COLUMNS} columns; use None or 'xla'"
-    if topk > selection.MAX_TOPK:
-        return f"topk {topk} is above {selection.MAX_TOPK}; use None or 'xla'"
+    reason = unsupported_cache(dim, pages) or selection.unsupported_topk(topk)
+    return reason or (None if interpret else device.unavailable())
+
+
+def unsupported_cache(dim: int, pages: jax.Array) -> str | None:
+    """Why no Triton kernel can read these pages, or None."""
+    if dim < MIN_DIM or dim & (dim - 1):
+        return f"head dim {dim} is not a power of two from {MIN_DIM}; use None or 'xla'"
     # Pallas addresses arrays of up to 2**32 bytes by int32 elements: right for all but one-byte ones.
     if pages.dtype.itemsize == 1 and 2**31 < pages.size <= 2**32:
         return f"a float8 cache of {pages.shape[0]} pages is between 2 and 4 GiB; use None, 'xla' or more pages"
-    return None if interpret else device.unavailable()
+    return None
 
 
 def index_decode(

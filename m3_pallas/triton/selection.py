@@ -28,6 +28,11 @@ HIDDEN_KEY = -(2**31)  # below every order key
 NO_BLOCK = 2**31 - 1  # above every block id
 
 
+def unsupported_topk(topk: int) -> str | None:
+    """Why the selection kernels cannot serve K `topk`, or None."""
+    return f"topk {topk} is above {MAX_TOPK}; use None or 'xla'" if topk > MAX_TOPK else None
+
+
 def decode_select(
     scored: jax.Array,  # [H, T, S] order keys
     seq_lens: jax.Array,  # [R]
@@ -132,14 +137,7 @@ def _select_kernel(
             _store_table(table_refs, attention_table_ref, ids, row, request, position, topk, block_page_stride)
 
     def run():
-        keys, ids = _top_of_tile(load_keys, first, tile, slots)
-        if not launch.single_tile:
-            keys, ids = lax.fori_loop(
-                jnp.int32(1),
-                lax.div(count + (tile - 1), jnp.int32(tile)),
-                lambda i, best: _merge_sorted(best, _top_of_tile(load_keys, first + i * tile, tile, slots), slots),
-                (keys, ids),
-            )
+        keys, ids = top_of_blocks(load_keys, first, count, tile, slots, single_tile=launch.single_tile)
         if chunks == 1:
             emit_row(ids)
             return
@@ -226,6 +224,22 @@ def _top_of_tile(load_keys, first, tile, slots):
     keys = load_keys(starts)
     rank = _ranks(keys, starts)
     return _take(rank, keys, slots), _take(rank, starts, slots)
+
+
+def top_of_blocks(load_keys, first, count, tile, slots, *, single_tile):
+    """Order keys and ids of the best `slots` of `count` blocks from `first`, best first, a tile at a time.
+
+    `load_keys` takes block ids of any shape and gives their keys, `HIDDEN_KEY` past the last block.
+    """
+    best = _top_of_tile(load_keys, first, tile, slots)
+    if single_tile:
+        return best
+    return lax.fori_loop(
+        jnp.int32(1),
+        lax.div(count + (tile - 1), jnp.int32(tile)),
+        lambda i, best: _merge_sorted(best, _top_of_tile(load_keys, first + i * tile, tile, slots), slots),
+        best,
+    )
 
 
 def _merge_sorted(left, right, slots):

@@ -1,0 +1,17 @@
+"""How the indexer is usually written in JAX, as something to compare with: M3's one forced block, no other."""
+
+import jax
+import jax.numpy as jnp
+
+
+def gather_all(q, pages, table, seq_lens, max_seq_len, topk, init, local, heads, query_len, max_query_len):
+    """Gather every page, one einsum over whole sequences, mask, block max, `lax.top_k`."""
+    requests, blocks = table.shape
+    keys = pages[table].reshape(requests, blocks * 128, 128)
+    query = q.reshape(requests, query_len, heads, 128)
+    dots = jnp.einsum("rqhd,rkd->hrqk", query, keys, preferred_element_type=jnp.float32)
+    position = seq_lens[:, None] - query_len + jnp.arange(query_len, dtype=jnp.int32)[None, :]
+    dots = jnp.where(jnp.arange(blocks * 128)[None, None, None, :] <= position[None, :, :, None], dots, -jnp.inf)
+    score = dots.reshape(*dots.shape[:3], blocks, 128).max(-1)
+    score = jnp.where(jnp.arange(blocks)[None, None, None, :] == (position // 128)[None, :, :, None], 1e29, score)
+    return jax.lax.top_k(score, topk)[1].reshape(heads, -1, topk)
