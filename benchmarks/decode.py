@@ -24,7 +24,7 @@ import numpy as np
 
 import m3_pallas
 from benchmarks.peers import VARIANTS, Peers
-from benchmarks.profiling import device_time
+from benchmarks.profiling import device_time, geometric_mean
 from benchmarks.shapes import DECODE, TOPK, Shape, decode_arrays
 from benchmarks.xla_way import gather_all
 
@@ -86,10 +86,6 @@ def row(shape: Shape, ceiling: float, peers: Peers | None) -> dict:
     )
     result["portable_us"] = own.span
     return result
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def main() -> None:

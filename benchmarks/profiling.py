@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 import statistics
 import tempfile
@@ -61,3 +62,7 @@ def _kernel_events(folder: pathlib.Path) -> list[tuple[str, float, float]]:
             if "Stream" in line.name:
                 events += [(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in line.events]
     return sorted(events, key=lambda event: event[1])
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

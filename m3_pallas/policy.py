@@ -33,9 +33,10 @@ NVIDIA_MAX_TILE = 8192  # blocks of one selection program; beyond, chunks and a 
 
 PREFILL_ROWS = 128  # of one product
 PREFILL_FULL_ROWS = 32
-PREFILL_PROGRAMS = 1056  # at least so many share the blocks: 8 for each of an H200's 132 multiprocessors
-PREFILL_STAGES = {"sm_": 3, "gfx": 1}
-PREFILL_MAX_TILE = 4096
+PREFILL_PROGRAMS = 512  # at least so many, two for each place an H200 has; else the blocks are split
+PREFILL_PROGRAMS_LONG = 1024  # from this many blocks on, where a program's start weighs less
+PREFILL_LONG_BLOCKS = 512
+PREFILL_MAX_TILE = 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,15 +224,18 @@ def prefill_score_launch(*, arch: str, heads: int, tokens: int, num_blocks: int,
     `full` where the product is of float32, which no matrix unit multiplies whole.
     """
     rows = max(PREFILL_FULL_ROWS if full else PREFILL_ROWS, heads)
-    tiles = ceil_div(tokens * heads, rows)
-    chunks = min(max(ceil_div(PREFILL_PROGRAMS, tiles), 1), num_blocks)
-    return ScoreLaunch(rows=rows, num_chunks=chunks, num_warps=8, num_stages=1 if full else PREFILL_STAGES[arch[:3]])
+    programs = PREFILL_PROGRAMS_LONG if num_blocks >= PREFILL_LONG_BLOCKS else PREFILL_PROGRAMS
+    chunks = min(max(ceil_div(programs, ceil_div(tokens * heads, rows)), 1), num_blocks)
+    stages = 2 if arch.startswith("sm_") and not full else 1
+    return ScoreLaunch(rows=rows, num_chunks=chunks, num_warps=8, num_stages=stages)
 
 
-def prefill_selection_launch(*, num_blocks: int) -> Selection:
+def prefill_selection_launch(*, arch: str, num_blocks: int) -> Selection:
     """The launch of a prefill selection call on scores of B `num_blocks` columns."""
     tile = min(max(ceil_power_of_two(num_blocks), 64), PREFILL_MAX_TILE)
-    return Selection(num_chunks=1, tile=tile, num_warps=4 if tile > 256 else 2, num_stages=1)
+    # Many rows fill the GPU: a row per warp needs no barrier. On AMD one warp would spill.
+    warps = 1 if not arch.startswith("gfx") else 4 if tile == 64 else 8
+    return Selection(num_chunks=1, tile=tile, num_warps=warps, num_stages=1)
 
 
 def decode_selection(*, arch: str, num_blocks: int, tokens: int, heads: int, topk: int) -> Selection:

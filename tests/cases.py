@@ -23,6 +23,7 @@ BLOCK = 128
 DTYPES = {
     "bf16": ml_dtypes.bfloat16,
     "f16": np.float16,
+    "f32": np.float32,
     "e4m3fn": ml_dtypes.float8_e4m3fn,
 }
 

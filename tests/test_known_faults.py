@@ -188,6 +188,7 @@ PREFILLS = {
     "tile across requests": Prefill(query_lens=(40, 1, 50), prefix_lens=(0, 1000, 130)),
     "empty between": Prefill(query_lens=(30, 0, 5), prefix_lens=(500, 700, 0)),
     "empty first and last": Prefill(query_lens=(0, 7, 0), prefix_lens=(300, 200, 0)),
+    "float32": Prefill(query_lens=(9,), prefix_lens=(250,), dtype="f32", head_dim=64, heads=3),
 }
 
 

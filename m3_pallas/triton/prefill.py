@@ -62,7 +62,8 @@ def index_topk(
 ):  # fmt: skip
     """Selected ids `[H, T, K]` (or `out`'s shape) of scores `[H, T, S]`."""
     if launch is None:
-        launch = policy.prefill_selection_launch(num_blocks=score.shape[2])
+        arch = decode.policy_arch(platform, interpret)
+        launch = policy.prefill_selection_launch(arch=arch, num_blocks=score.shape[2])
     return prefill_selection.prefill_select(
         score,
         cu_seqlens_q,

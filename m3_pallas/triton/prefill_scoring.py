@@ -25,6 +25,7 @@ from m3_pallas.rules import BLOCK_SHIFT, BLOCK_SIZE
 from m3_pallas.triton import device
 from m3_pallas.triton.device import plgpu
 
+FULL_DEPTH = 16  # of D that a float32 product takes at a time
 FILL_COLUMNS = 32  # columns of -inf stored at a time
 
 
@@ -87,9 +88,7 @@ def _score_kernel(
         prefix = rules.clip_position(plgpu.load(prefix_ref.at[owner]))
         limit = jnp.clip(plgpu.load(seq_lens_ref.at[owner]), 0, min(table_width, width) * BLOCK_SIZE)
         limit = jnp.where(request < requests, limit, 0)
-        base = prefix - jnp.clip(
-            plgpu.load(starts_ref.at[owner]), 0, tokens
-        )  # of row 0, were it the request's
+        base = prefix - jnp.clip(plgpu.load(starts_ref.at[owner]), 0, tokens)  # of row 0, were it the request's
 
         def visible(row):
             return jnp.minimum(rules.visible_tokens(base + row), limit)
@@ -107,23 +106,38 @@ def _score_kernel(
         kv = visible(row)
 
         def score_all():
-            column = lax.iota(jnp.int32, dim)
-            queries = plgpu.load(
-                q_ref.at[row[:, None], head[:, None], column[None, :]],
-                mask=real[:, None] & (column[None, :] >= 0),
-                other=0.0,
-            ).astype(dtype)  # [rows, D]
-            token = lax.iota(jnp.int32, BLOCK_SIZE)
+            def load_queries(column):
+                return plgpu.load(
+                    q_ref.at[row[:, None], head[:, None], column[None, :]],
+                    mask=real[:, None] & (column[None, :] >= 0),
+                    other=0.0,
+                ).astype(dtype)
 
-            def products(block):
-                page = jnp.clip(plgpu.load(table_ref.at[owner, block]), 0, num_pages - 1)
+            def multiply(queries, keys):
                 return lax.dot_general(
                     queries,
-                    plgpu.load(pages_ref.at[page]).astype(dtype),
+                    keys.astype(dtype),
                     (((1,), (1,)), ((), ())),
                     precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
                     preferred_element_type=jnp.float32,
                 )  # [rows, 128]
+
+            whole_queries = load_queries(lax.iota(jnp.int32, dim))  # [rows, D]
+            token = lax.iota(jnp.int32, BLOCK_SIZE)
+
+            def products(block):
+                page = jnp.clip(plgpu.load(table_ref.at[owner, block]), 0, num_pages - 1)
+                if dtype != jnp.float32 or dim <= FULL_DEPTH:
+                    return multiply(whole_queries, plgpu.load(pages_ref.at[page]))
+
+                # No matrix unit: the product is unrolled, and only so much of it fits the registers.
+                def part(i, total):
+                    queries = load_queries(i * FULL_DEPTH + lax.iota(jnp.int32, FULL_DEPTH))
+                    depth = pl.ds(i * FULL_DEPTH, FULL_DEPTH)
+                    return total + multiply(queries, plgpu.load(pages_ref.at[page, :, depth]))
+
+                start = jnp.zeros((row.shape[0], BLOCK_SIZE), jnp.float32)
+                return lax.fori_loop(0, dim // FULL_DEPTH, part, start)
 
             def fast(block, short):
                 maxima = jnp.max(products(block), axis=1)
