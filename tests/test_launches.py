@@ -9,12 +9,19 @@ from tests import calls
 from tests.cases import CASES, Decode, decode_inputs
 
 ON_GPU = jax.default_backend() == "gpu"
-SHORT = ("decode_block_edges", "decode_spec_three_of_five", "decode_ties", "decode_k32", "decode_table_stride16_spec")
+SHORT = (
+    "decode_block_edges",
+    "decode_spec_three_of_five",
+    "decode_ties",
+    "decode_k32",
+    "decode_shared_pages",
+    "decode_table_stride16_spec",
+)
 NAMES = [name for name, case in CASES.items() if isinstance(case, Decode)] if ON_GPU else SHORT
 OVERRIDES = {
     "merge": policy.DecodeLaunch(
         score=policy.SplitScore(num_chunks=3, min_columns=8),
-        selection=policy.Selection(num_chunks=16, tile=64, num_warps=4, num_stages=1, single_tile=True),
+        selection=policy.Selection(num_chunks=16, tile=64, num_warps=4, num_stages=1),
     ),
     "adaptive merge of tiles": policy.DecodeLaunch(
         score=policy.BalancedScore(budget=5, tile_tokens=64),
