@@ -169,7 +169,7 @@ def decode_launch(
     if not arch.startswith("gfx"):
         columns = ceil_power_of_two(heads) * ceil_power_of_two(max_decode_query_len)
         return DecodeLaunch(
-            score=_nvidia_score(requests, columns, num_blocks, full="float32" in (query_dtype, cache_dtype)),
+            score=_nvidia_score(requests, columns, num_blocks, full=_is_full(query_dtype, cache_dtype)),
             selection=_nvidia_selection(num_blocks, tokens * heads),
         )
     tuned = arch == "gfx950" and head_dim == 128 and query_dtype == cache_dtype == "bfloat16"
@@ -211,6 +211,12 @@ def _nvidia_score(requests: int, columns: int, num_blocks: int, *, full: bool) -
     return SplitScore(num_chunks=chunks, num_warps=4, num_stages=2, min_columns=NVIDIA_MIN_COLUMNS)
 
 
+def _is_full(query_dtype: str, cache_dtype: str) -> bool:
+    """Whether the product is of float32, as `rules.product_dtype` says: no matrix unit multiplies that whole."""
+    wide = {query_dtype, cache_dtype} - {"float8_e4m3fn"}
+    return "float32" in wide or len(wide) > 1
+
+
 def _nvidia_selection(num_blocks: int, rows: int) -> Selection:
     tile = min(max(ceil_power_of_two(num_blocks), 64), NVIDIA_MAX_TILE)
     warps = 2 if tile <= 512 or (tile == 1024 and rows > 128) else 4 if tile <= 4096 else 8
@@ -218,11 +224,11 @@ def _nvidia_selection(num_blocks: int, rows: int) -> Selection:
     return Selection(num_chunks=chunks, tile=tile, num_warps=warps, num_stages=1, single_tile=True, adaptive_merge=True)
 
 
-def prefill_score_launch(*, arch: str, heads: int, tokens: int, num_blocks: int, full: bool) -> ScoreLaunch:
-    """The launch of a prefill score call: H `heads` padded to a power of two, T `tokens`, B `num_blocks`.
-
-    `full` where the product is of float32, which no matrix unit multiplies whole.
-    """
+def prefill_score_launch(
+    *, arch: str, heads: int, tokens: int, num_blocks: int, query_dtype: str, cache_dtype: str
+) -> ScoreLaunch:
+    """The launch of a prefill score call: H `heads` padded to a power of two, T `tokens`, B `num_blocks`."""
+    full = _is_full(query_dtype, cache_dtype)
     rows = max(PREFILL_FULL_ROWS if full else PREFILL_ROWS, heads)
     programs = PREFILL_PROGRAMS_LONG if num_blocks >= PREFILL_LONG_BLOCKS else PREFILL_PROGRAMS
     chunks = min(max(ceil_div(programs, ceil_div(tokens * heads, rows)), 1), num_blocks)

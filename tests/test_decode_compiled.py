@@ -15,11 +15,13 @@ LDS_BYTES = 64 * 1024
 PAGE_BYTES = 128 * 128 * 2
 
 
-def compile_decode(arch, requests, heads, query_len, max_seq_len, *, table=False, dtype=jnp.bfloat16, pages=64):
+def compile_decode(
+    arch, requests, heads, query_len, max_seq_len, *, table=False, dtype=jnp.bfloat16, cache=None, pages=64
+):
     shape = jax.ShapeDtypeStruct
     arrays = [
         shape((requests * query_len, heads, 128), dtype),
-        shape((pages, 128, 128), dtype),
+        shape((pages, 128, 128), cache or dtype),
         shape((requests, max_seq_len // 128), jnp.int32),
         shape((requests,), jnp.int32),
     ]
@@ -75,11 +77,21 @@ def test_selection(arch, max_seq_len):
         assert selection.occupancy >= 4
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.float8_e4m3fn], ids=lambda d: jnp.dtype(d).name)
+DTYPES = {
+    "float16": (jnp.float16, jnp.float16),
+    "float32": (jnp.float32, jnp.float32),
+    "float8": (jnp.float8_e4m3fn, jnp.float8_e4m3fn),
+    "bfloat16 on float8": (jnp.bfloat16, jnp.float8_e4m3fn),
+    "bfloat16 on float16": (jnp.bfloat16, jnp.float16),
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
-def test_other_dtypes(arch, dtype):
+def test_other_dtypes(arch, dtypes):
+    dtype, cache = DTYPES[dtypes]
     for heads in (1, 4):
-        check(compile_decode(arch, 32, heads, 1, 32 * 1024, dtype=dtype)[0])
+        check(compile_decode(arch, 32, heads, 1, 32 * 1024, dtype=dtype, cache=cache)[0])
 
 
 @pytest.mark.parametrize("arch", ["gfx950", "sm_90"])

@@ -47,3 +47,18 @@ def test_prefill():
         return m3_pallas.minimax_m3_index_topk(*arrays, tokens, 16, 0, 1, implementation="xla")
 
     assert temporaries(topk, ((4, tokens, width), jnp.float32), ((3,), i32), ((2,), i32)) <= LIMIT
+
+
+@pytest.mark.parametrize(("tokens", "context", "heads"), [(16384, 1 << 20, 1), (16384, 1 << 20, 4), (8192, 131072, 4)])
+def test_combined_prefill(tokens, context, heads):
+    """Where the two calls need `heads * tokens * context / 128 * 4` bytes: 0.5 to 2 GiB."""
+
+    def prefill(*arrays):
+        return m3_pallas.minimax_m3_index_prefill(
+            *arrays, tokens, context, 16, 0, 1, heads, implementation="xla"
+        )  # fmt: skip
+
+    i32 = jnp.int32
+    queries, pages = ((tokens, heads, 128), jnp.bfloat16), ((8192, 128, 128), jnp.bfloat16)
+    table = ((2, context // 128), i32)
+    assert temporaries(prefill, queries, pages, table, ((3,), i32), ((2,), i32), ((2,), i32)) <= LIMIT

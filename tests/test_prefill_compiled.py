@@ -8,12 +8,12 @@ import m3_pallas
 
 pytest.importorskip("triton", reason="the compile gates need the triton wheel")
 from tests import triton_compile
-from tests.test_decode_compiled import check
+from tests.test_decode_compiled import DTYPES, check
 
 ARCHITECTURES = ["gfx942", "gfx950", "sm_90"]
 
 
-def compile_score(arch, heads, tokens, max_seq_len, *, requests=2, dtype=jnp.bfloat16):
+def compile_score(arch, heads, tokens, max_seq_len, *, requests=2, dtype=jnp.bfloat16, cache=None):
     def score(*arrays):
         return m3_pallas.minimax_m3_index_score(
             *arrays, tokens, max_seq_len, heads, implementation="pallas_triton"
@@ -21,7 +21,7 @@ def compile_score(arch, heads, tokens, max_seq_len, *, requests=2, dtype=jnp.bfl
 
     shape, i32 = jax.ShapeDtypeStruct, jnp.int32
     lengths = [shape((size,), i32) for size in (requests + 1, requests, requests)]
-    queries, pages = shape((tokens, heads, 128), dtype), shape((64, 128, 128), dtype)
+    queries, pages = shape((tokens, heads, 128), dtype), shape((64, 128, 128), cache or dtype)
     [report] = triton_compile.compile_kernels(
         score, (queries, pages, shape((requests, max_seq_len // 128), i32), *lengths), arch
     )
@@ -40,10 +40,11 @@ def test_score(arch, heads, tokens):
     assert report.occupancy >= (16 if arch == "sm_90" else 2)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32, jnp.float8_e4m3fn], ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_other_dtypes(arch, dtype):
-    check(compile_score(arch, 4, 1024, 32 * 1024, dtype=dtype))
+def test_other_dtypes(arch, dtypes):
+    dtype, cache = DTYPES[dtypes]
+    check(compile_score(arch, 4, 1024, 32 * 1024, dtype=dtype, cache=cache))
 
 
 @pytest.mark.parametrize("width", [64, 1024, 8192])

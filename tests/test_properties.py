@@ -1,11 +1,12 @@
 """Properties of the answers, over drawn inputs. Small integers as values make ties common and sums exact."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import m3_pallas
@@ -118,3 +119,46 @@ def test_forced_blocks_are_selected(batch, local_blocks):
         for head in range(2):
             assert set(range(max(0, blocks - local_blocks), blocks)) <= set(ids[head, row].tolist())
             assert (ids[head, row] >= 0).sum() == min(4, blocks)
+
+
+@st.composite
+def chunks(draw):
+    """A ragged prefill batch of three requests, some empty, and padding rows: 24 rows in all."""
+    queries, pages, table, _ = draw(batches())
+    lengths = draw(st.lists(st.sampled_from([0, 1, 2, 5, 8]), min_size=3, max_size=3))
+    prefixes = draw(st.lists(st.sampled_from([0, 1, 120, 127, 128, 129, 300, 600]), min_size=3, max_size=3))
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    prefix = np.asarray(prefixes, np.int32)
+    rows = np.concatenate([queries] * 4)
+    rows[starts[-1] :] = np.nan
+    return rows, pages, table, starts, prefix + np.diff(starts), prefix
+
+
+@functools.partial(jax.jit, static_argnames=("call", "options"))
+def prefill(*arrays, call, options=()):
+    shared = dict(max_query_len=8, max_seq_len=BLOCKS * 128, num_kv_heads=2, **dict(options))
+    if call == "combined":
+        return m3_pallas.minimax_m3_index_prefill(*arrays, topk=4, init_blocks=1, local_blocks=1, **shared)
+    score = m3_pallas.minimax_m3_index_score(*arrays, **shared)
+    select = functools.partial(m3_pallas.minimax_m3_index_topk, score, arrays[3], arrays[5], 8, 4, 1, 1)
+    return score, select(**dict(options))
+
+
+@given(chunks())
+def test_ragged_prefill_equals_the_oracle(arrays):
+    score = reference.index_score(*arrays, max_seq_len=BLOCKS * 128)
+    ids = reference.index_topk(score, arrays[3], arrays[5], topk=4, init_blocks=1, local_blocks=1)
+    for options in IMPLEMENTATIONS.values():
+        options = tuple(options.items())
+        actual = prefill(*arrays, call="two", options=options)
+        np.testing.assert_array_equal(actual[0], score)  # sums of small integers are exact
+        np.testing.assert_array_equal(actual[1], ids)
+
+
+@settings(max_examples=6)
+@given(chunks(), st.sampled_from([1, 5, 24]))
+def test_combined_prefill_in_slices_of_any_size(arrays, rows):
+    expected = prefill(*arrays, call="two")[1]
+    with mock.patch.object(m3_pallas.prefill, "SLICE_BYTES", rows * 4 * 2 * 16):
+        jax.clear_caches()
+        np.testing.assert_array_equal(prefill(*arrays, call="combined"), expected)

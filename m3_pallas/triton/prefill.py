@@ -42,7 +42,8 @@ def index_score(
             heads=pl.next_power_of_2(heads),
             tokens=tokens,
             num_blocks=width,
-            full="float32" in (idx_q.dtype.name, pages.dtype.name),
+            query_dtype=idx_q.dtype.name,
+            cache_dtype=pages.dtype.name,
         )
     return prefill_scoring.prefill_score(
         idx_q,
