@@ -10,6 +10,7 @@ from jax import lax
 from m3_pallas import checks, implementations, policy, sparse_table, xla
 from m3_pallas.cache import IndexCache
 from m3_pallas.implementations import Candidate, Implementation
+from m3_pallas.mosaic_tpu import decode as mosaic_decode
 from m3_pallas.triton import decode as triton_decode
 
 
@@ -256,10 +257,12 @@ def _decode(
     triton = functools.partial(
         triton_decode.index_decode, **options, max_query_len=max_query_len, launch=launch, interpret=interpret
     )
+    mosaic_reason = mosaic_decode.unsupported(idx_q, pages, num_blocks=num_blocks, max_query_len=max_query_len)
+    mosaic = functools.partial(mosaic_decode.index_decode, **options, interpret=interpret)
     candidates = (
         Candidate("xla", functools.partial(xla.index_decode, **options)),
         Candidate("pallas_triton", triton, reason),
-        Candidate("pallas_mosaic_tpu", xla.index_decode, implementations.NOT_YET),
+        Candidate("pallas_mosaic_tpu", mosaic, mosaic_reason),
     )
     arrays = lax.stop_gradient(arrays)
     if 0 in (idx_q.shape[0], block_table.shape[1]):

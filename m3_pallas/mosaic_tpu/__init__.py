@@ -1,0 +1,1 @@
+"""TPU kernels: Pallas lowered through Mosaic. The only folder that imports that backend."""
