@@ -5,6 +5,7 @@ from m3_pallas.cache import insert_index_cache as insert_index_cache
 from m3_pallas.checks import check_values as check_values
 from m3_pallas.decode import IndexDecodeResult as IndexDecodeResult
 from m3_pallas.decode import minimax_m3_index_decode as minimax_m3_index_decode
+from m3_pallas.implementations import EXPORT_DISABLED_CHECKS as EXPORT_DISABLED_CHECKS
 from m3_pallas.policy import BalancedScore as BalancedScore
 from m3_pallas.policy import DecodeLaunch as DecodeLaunch
 from m3_pallas.policy import ScoreLaunch as ScoreLaunch

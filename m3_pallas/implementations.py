@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
+import jax.export
 import jax.extend
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +14,9 @@ from jax.interpreters import mlir
 
 Implementation: TypeAlias = Literal["xla", "pallas_triton", "pallas_mosaic_tpu"]
 NAMES: tuple[str, ...] = get_args(Implementation)
+# `jax.export.export(..., disabled_checks=EXPORT_DISABLED_CHECKS)` lets the Triton kernels' custom call through: JAX
+# promises no compatibility across versions for it.
+EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton"),)
 NOT_YET = "no kernel yet; use None or 'xla'"
 PLATFORMS = {"xla": (), "pallas_triton": ("cuda", "rocm"), "pallas_mosaic_tpu": ("tpu",)}
 

@@ -5,13 +5,9 @@ import pathlib
 import subprocess
 import sys
 
-import jax
-import jax.export
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import m3_pallas
 from tests import calls, mosaic_compile
 from tests.cases import CASES, Decode, decode_inputs
 
@@ -71,17 +67,6 @@ def test_callers_hazards_stay_inside(name, value):
 def test_what_it_cannot_serve(changes, message):
     with pytest.raises(NotImplementedError, match=message):
         calls.decode(Decode(seq_lens=(130,), **changes), **INTERPRETED)
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cpu"])
-def test_export_from_a_cpu_host(platform):
-    """One platform at a time; the GPU ones are in `test_decode_compiled`."""
-    case = CASES["decode_block_edges"]
-    arrays = [jnp.asarray(decode_inputs(case)[k]) for k in ("idx_q", "index_kv_cache", "block_table", "seq_lens")]
-    call = jax.jit(lambda *a: m3_pallas.minimax_m3_index_decode(*a, 257, 16, 0, 1, 1, 1, 1))
-    exported = jax.export.export(call, platforms=[platform])(*arrays)
-    assert exported.platforms == (platform,)
-    assert ("tpu_custom_call" in exported.mlir_module()) == (platform == "tpu")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compile gates need libtpu")

@@ -7,7 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstract_mesh
 
 import m3_pallas
 from m3_pallas import IndexCache
@@ -129,12 +129,36 @@ def test_gradient_is_zero(arrays, options):
             assert not gradient.astype(jnp.float32).any()
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="exports for cpu")
-def test_export(arrays, expected):
-    exported = jax.export.export(jax.jit(decode))(*arrays)
-    assert exported.platforms == ("cpu",)
+KERNELS = {"cpu": "", "tpu": "tpu_custom_call", "cuda": "xla.gpu.triton", "rocm": "xla.gpu.triton"}
+DEVICE_KINDS = {"cuda": "NVIDIA H200", "rocm": "gfx950"}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="exports from a CPU host")
+@pytest.mark.parametrize("platform", KERNELS)
+def test_export(platform):
+    """For one platform at a time, from a host that has none of the others."""
+    case = Decode(seq_lens=(700, 130), heads=2, topk=3, seed=203)
+    inputs = decode_inputs(case)
+    arrays = [jnp.asarray(inputs[name]) for name in ARRAYS]
+    call = jax.jit(functools.partial(m3_pallas.minimax_m3_index_decode, **statics(case, 700)))
+    kind = DEVICE_KINDS.get(platform, "cpu")
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu" if platform in DEVICE_KINDS else platform)
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
+        exported = jax.export.export(
+            call, platforms=[platform], disabled_checks=m3_pallas.EXPORT_DISABLED_CHECKS
+        )(*arrays)  # fmt: skip
     restored = jax.export.deserialize(exported.serialize())
-    np.testing.assert_array_equal(restored.call(*arrays), expected)
+    assert restored.platforms == (platform,)
+    assert KERNELS[platform] in restored.mlir_module()
+    if platform == "cpu":
+        np.testing.assert_array_equal(restored.call(*arrays), calls.decode_oracle(case, inputs)[0])
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="exports from a CPU host")
+def test_export_for_several_platforms_takes_xla(arrays, expected):
+    call = jax.jit(functools.partial(decode, implementation="xla"))
+    exported = jax.export.export(call, platforms=["cpu", "cuda", "rocm", "tpu"])(*arrays)
+    np.testing.assert_array_equal(jax.export.deserialize(exported.serialize()).call(*arrays), expected)
 
 
 def test_equal_shapes_do_not_retrace(arrays, options):
