@@ -146,7 +146,8 @@ def minimax_m3_index_decode(
       attention_block_table: `[R, N']` int32, N' >= B: also return the page-16 table of
         `build_sparse_block_table_decode`. Goes with `block_page_stride`; needs H = 1.
       block_page_stride: 8 or 16.
-      completion_counter: `[H, >=T]` int32 zeros: scratch of the GPU merge, returned zeroed for the next call.
+      completion_counter: `[H, >=T]` int32: scratch of the GPU merge, returned with its first T columns zeroed. What it
+        holds never matters.
       implementation: "xla", "pallas_triton" or "pallas_mosaic_tpu". None picks by the platform being lowered for
         and falls back to "xla" where no kernel serves.
       interpret: run a named Pallas implementation in JAX's interpreter. "xla" has nothing to interpret.
@@ -277,5 +278,4 @@ def _empty_decode(idx_q, pages, block_table, seq_lens, out, attention_block_tabl
     table = lens = None
     if attention_block_table is not None:
         table, lens = sparse_table.empty_table(topk_idx)
-    counter = None if completion_counter is None else jnp.zeros_like(completion_counter)
-    return xla.write_rows(out, topk_idx), table, lens, counter
+    return xla.write_rows(out, topk_idx), table, lens, xla.clear_rows(completion_counter, tokens)

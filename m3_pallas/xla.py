@@ -36,7 +36,7 @@ def index_decode(
         table, lens = sparse_table.build_sparse_block_table_decode(
             topk_idx, attention_block_table, seq_lens, query_len, block_page_stride
         )
-    return write_rows(out, topk_idx), table, lens, None if counter is None else jnp.zeros_like(counter)
+    return write_rows(out, topk_idx), table, lens, clear_rows(counter, idx_q.shape[0])
 
 
 def index_score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, *, width):
@@ -67,6 +67,11 @@ def index_topk(score, cu_seqlens_q, prefix_lens, out, *, topk, init_blocks, loca
 def write_rows(out, rows):
     """`rows [H, T, K]` as they are, or written over the first T rows of `out`."""
     return rows if out is None else lax.dynamic_update_slice(out, rows, (0,) * out.ndim)
+
+
+def clear_rows(counter, tokens):
+    """A completion counter `[H, >=T]` with its first T columns zeroed, if there is one."""
+    return None if counter is None else counter.at[:, :tokens].set(0)
 
 
 def _locate(index, counts, ends):

@@ -1,6 +1,7 @@
 """Bad input raises the same error with the argument's name and value, whichever implementation is asked for."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 import m3_pallas
 from m3_pallas import policy
 from m3_pallas.implementations import NAMES
+from m3_pallas.triton import device
 
 CHOICES = [dict(implementation=name, interpret=interpret) for name in (None, *NAMES) for interpret in (False, True)]
 LAUNCH = policy.DecodeLaunch(
@@ -152,6 +154,16 @@ def test_named_implementation_that_cannot_serve():
 def test_named_implementation_on_another_platform(name):
     with pytest.raises(NotImplementedError, match=f"{name}.*use"):
         m3_pallas.minimax_m3_index_decode(**decode_arguments(), implementation=name)
+
+
+def test_a_jax_without_pallas_triton():
+    """None falls back to XLA; the named choice says what to do."""
+    arguments = decode_arguments() | dict(topk=7)  # traced nowhere else
+    with mock.patch.object(device, "plgpu", None):
+        assert m3_pallas.minimax_m3_index_decode(**arguments).shape == (1, 6, 7)
+        for interpret in (False, True):
+            with pytest.raises(NotImplementedError, match="has no Pallas Triton backend; use None or 'xla'"):
+                m3_pallas.minimax_m3_index_decode(**arguments, implementation="pallas_triton", interpret=interpret)
 
 
 def test_insert_refuses():

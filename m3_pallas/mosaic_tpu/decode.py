@@ -55,7 +55,7 @@ def index_decode(
         table, lens = sparse_table.build_sparse_block_table_decode(
             topk_idx, attention_block_table, seq_lens, query_len, block_page_stride
         )
-    return xla.write_rows(out, topk_idx), table, lens, None if counter is None else jnp.zeros_like(counter)
+    return xla.write_rows(out, topk_idx), table, lens, xla.clear_rows(counter, tokens)
 
 
 def interpret_params():

@@ -17,7 +17,7 @@ def unsupported(idx_q: jax.Array, pages: jax.Array, *, topk: int, max_query_len:
     if columns > MAX_COLUMNS:
         return f"{heads} heads of {max_query_len} query tokens need more than {MAX_COLUMNS} columns; use None or 'xla'"
     reason = unsupported_cache(dim, pages) or selection.unsupported_topk(topk)
-    return reason or (None if interpret else device.unavailable())
+    return reason or device.unavailable(interpret=interpret)
 
 
 def unsupported_cache(dim: int, pages: jax.Array) -> str | None:

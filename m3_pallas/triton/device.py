@@ -19,10 +19,12 @@ except ImportError:  # a JAX that has dropped Pallas on Triton
 DEFAULT_ARCH = {"rocm": "gfx942", "cuda": "sm_90"}  # where only the platform is known
 
 
-def unavailable() -> str | None:
-    """Why Pallas kernels cannot be lowered through Triton here, or None if they can."""
+def unavailable(*, interpret: bool) -> str | None:
+    """Why Pallas kernels cannot be lowered through Triton here, or interpreted, or None if they can."""
     if plgpu is None:
         return f"JAX {jax.__version__} has no Pallas Triton backend; use None or 'xla', or an older JAX"
+    if interpret:
+        return None
     get_gpu_info = getattr(plgpu, "get_gpu_info", None)  # since JAX 0.11, lowering asks for the device
     if get_gpu_info is not None:
         try:

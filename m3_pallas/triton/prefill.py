@@ -16,13 +16,13 @@ def score_unsupported(idx_q: jax.Array, pages: jax.Array, block_table: jax.Array
     if heads > MAX_HEADS:
         return f"{heads} heads are above {MAX_HEADS}; use None or 'xla'"
     reason = decode.unsupported_cache(dim, pages) or _unsupported_requests(block_table.shape[0])
-    return reason or (None if interpret else device.unavailable())
+    return reason or device.unavailable(interpret=interpret)
 
 
 def topk_unsupported(prefix_lens: jax.Array, *, topk: int, interpret: bool) -> str | None:
     """Why the selection kernel cannot serve these shapes here, or None."""
     reason = selection.unsupported_topk(topk) or _unsupported_requests(prefix_lens.shape[0])
-    return reason or (None if interpret else device.unavailable())
+    return reason or device.unavailable(interpret=interpret)
 
 
 def _unsupported_requests(requests: int) -> str | None:

@@ -2,10 +2,10 @@
 
 A program owns some consecutive blocks of one request. It loads the request's query rows once, `[columns, D]` with one
 column per (head, query token), then reads each page once and scores it for all of them. What it writes is the order key
-of the forced score, which is all that the selection needs. The split launch cuts every
-request into the same number of chunks; the balanced launch deals all blocks of all requests to a fixed number of
-programs, found from the lengths by each program itself. The first program of a request also zeroes the selection's
-counters, so that a selection never depends on what an earlier call left there.
+of the forced score, which is all that the selection needs. The split launch cuts every request into the same number of
+chunks; the balanced launch deals all blocks of all requests to a fixed number of programs, found from the lengths by
+each program itself. The first program of a request also zeroes the selection's counters, so that a selection never
+depends on what an earlier call left there.
 
 Limits: D a power of two from 16; heads and query lengths are padded to powers of two and masked.
 """
