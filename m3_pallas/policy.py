@@ -298,6 +298,11 @@ def ceil_div(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
+def even_size(total: int, limit: int) -> int:
+    """The least size, of at most `limit`, that covers `total` in as few pieces: they overlap by less than one each."""
+    return ceil_div(total, ceil_div(total, limit))
+
+
 def ceil_power_of_two(value: int) -> int:
     """The smallest power of two at least `value >= 1`."""
     return 1 << (value - 1).bit_length()

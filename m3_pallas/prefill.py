@@ -241,7 +241,7 @@ def minimax_m3_index_prefill(
     rows = max(SLICE_BYTES // (4 * heads * width), 1)
     if rows >= tokens:
         return select(score(*arrays), cu_seqlens_q, prefix_lens, out=out)
-    return _by_slices(score, select, arrays, out, rows=rows, topk=topk)
+    return _by_slices(score, select, arrays, out, rows=policy.even_size(tokens, rows), topk=topk)
 
 
 def _by_slices(score, select, arrays, out, *, rows, topk):
@@ -252,7 +252,7 @@ def _by_slices(score, select, arrays, out, *, rows, topk):
 
     def step(i, ids):
         first = jnp.minimum(i * rows, tokens - rows)
-        queries = lax.dynamic_slice_in_dim(idx_q, first, rows)
+        queries = xla.take_rows(idx_q, first, rows)
         own_starts = jnp.clip(starts - first, 0, rows)
         own_prefix = prefix_lens + jnp.maximum(first - starts[:-1], 0)
         part = score(queries, pages, block_table, own_starts, seq_lens, own_prefix)

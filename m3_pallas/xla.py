@@ -6,12 +6,12 @@ follows the lengths, so padding and short requests cost nothing. Windows that wo
 back inside it and recompute what they overlap.
 """
 
-import math
+import functools
 
 import jax.numpy as jnp
 from jax import lax
 
-from m3_pallas import rules, sparse_table
+from m3_pallas import policy, rules, sparse_table
 from m3_pallas.manual_axes import vary_like
 from m3_pallas.rules import BLOCK_SIZE
 
@@ -69,6 +69,12 @@ def write_rows(out, rows):
     return rows if out is None else lax.dynamic_update_slice(out, rows, (0,) * out.ndim)
 
 
+def take_rows(array, first, rows):
+    """`array[first : first + rows]`, for loops."""
+    bits, back = _as_integers(array, first)
+    return back(lax.dynamic_slice_in_dim(bits, first, rows))
+
+
 def clear_rows(counter, tokens):
     """A completion counter `[H, >=T]` with its first T columns zeroed, if there is one."""
     return None if counter is None else counter.at[:, :tokens].set(0)
@@ -88,7 +94,7 @@ def _score(idx_q, pages, block_table, request, kv, tile_request, first_row, rows
     dtype = rules.product_dtype(idx_q.dtype, pages.dtype)
     block_bytes = BLOCK_SIZE * (dim * (pages.dtype.itemsize + dtype.itemsize) + rows * heads * 4)
     chunk = max(1, min(SCORE_BYTES // block_bytes, width, table_width))
-    chunk = math.ceil(width / math.ceil(width / chunk))  # even chunks overlap least
+    chunk = policy.even_size(width, chunk)
 
     window = first_row[:, None] + lax.iota(jnp.int32, rows)[None, :]  # [tiles, rows]
     own = request[window] == tile_request[:, None]
@@ -104,7 +110,7 @@ def _score(idx_q, pages, block_table, request, kv, tile_request, first_row, rows
         page = block_table[own_request, jnp.minimum(blocks, table_width - 1)]
         keys = _gather(pages, jnp.clip(page, 0, num_pages - 1))  # [chunk, 128 * D]
         keys = keys.reshape(chunk * BLOCK_SIZE, dim).astype(dtype)
-        query = lax.dynamic_slice_in_dim(idx_q, row, rows).reshape(rows * heads, dim).astype(dtype)
+        query = take_rows(idx_q, row, rows).reshape(rows * heads, dim).astype(dtype)
         dots = lax.dot_general(
             query,
             keys,
@@ -127,15 +133,21 @@ def _score(idx_q, pages, block_table, request, kv, tile_request, first_row, rows
     return lax.fori_loop(jnp.int32(0), ends[-1], step, score)
 
 
-def _gather(pages, page):
-    """`pages[page]`, `[chunk, 128 * D]`.
+def _as_integers(array, index):
+    """`array` as integers of its width, for a slice or gather at `index` in a loop, and the way back.
 
-    As integers, because XLA:CPU gathers no 16-bit floats and would convert the whole cache first; behind a barrier, so
-    that the reinterpretation is not hoisted out of the loop, where it would copy the cache.
+    XLA:CPU slices and gathers no 16-bit floats: it would convert all of `array` first. The barrier keeps the
+    reinterpretation in the loop; hoisted out of it, it would be a copy.
     """
-    pages, page = lax.optimization_barrier((pages, page))
-    bits = lax.bitcast_convert_type(pages.reshape(pages.shape[0], -1), f"uint{8 * pages.dtype.itemsize}")
-    return lax.bitcast_convert_type(bits[page], pages.dtype)
+    array, _ = lax.optimization_barrier((array, index))
+    bits = lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
+    return bits, functools.partial(lax.bitcast_convert_type, new_dtype=array.dtype)
+
+
+def _gather(pages, page):
+    """`pages[page]`, `[chunk, 128 * D]`."""
+    bits, back = _as_integers(pages.reshape(pages.shape[0], -1), page)
+    return back(bits[page])
 
 
 def _select(score, num_blocks, topk, init_blocks, local_blocks):
@@ -154,7 +166,7 @@ def _select(score, num_blocks, topk, init_blocks, local_blocks):
         return lax.dynamic_update_slice_in_dim(ids, chosen, row, axis=0)
 
     ids = vary_like(jnp.full((rows, topk), -1, jnp.int32), score, num_blocks)
-    ids = lax.fori_loop(jnp.int32(0), jnp.int32(math.ceil(rows / slice_rows)), select_slice, ids)
+    ids = lax.fori_loop(jnp.int32(0), jnp.int32(policy.ceil_div(rows, slice_rows)), select_slice, ids)
     return ids.reshape(heads, tokens, topk)
 
 

@@ -1,12 +1,16 @@
 """Every launch gives the oracle's ids, whatever GPU it was tuned for: interpreted, or compiled where there is a GPU."""
 
+from unittest import mock
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m3_pallas import policy
+import m3_pallas
+from m3_pallas import policy, reference
 from tests import calls
-from tests.cases import CASES, Decode, decode_inputs
+from tests.cases import CASES, Decode, Prefill, decode_inputs, prefill_inputs
 
 ON_GPU = jax.default_backend() == "gpu"
 SHORT = (
@@ -61,3 +65,84 @@ def test_architecture(arch, name):
 @pytest.mark.parametrize("launch", OVERRIDES)
 def test_override(launch, name):
     check(CASES[name], launch=OVERRIDES[launch])
+
+
+RAGGED = Prefill(query_lens=(1, 0, 70, 9), prefix_lens=(1000, 700, 330, 0), heads=3, topk=5, head_dim=16, seed=300)
+SCORES = {  # a program owns every block of its tile, some, or one
+    "one chunk": policy.ScoreLaunch(rows=64, num_chunks=1),
+    "three chunks": policy.ScoreLaunch(rows=16, num_chunks=3),
+    "more chunks than blocks": policy.ScoreLaunch(rows=128, num_chunks=40),
+}
+OPTIONS = dict(implementation="pallas_triton", interpret=not ON_GPU)
+
+
+def ragged_inputs():
+    """`RAGGED` with three padding rows of NaN."""
+    inputs = prefill_inputs(RAGGED)
+    inputs["idx_q"] = np.concatenate([inputs["idx_q"], np.full_like(inputs["idx_q"][:3], np.nan)])
+    return inputs
+
+
+def score_ragged(inputs, launch):
+    return m3_pallas.minimax_m3_index_score(**inputs, num_kv_heads=RAGGED.heads, launch=SCORES[launch], **OPTIONS)
+
+
+@pytest.mark.parametrize("launch", SCORES)
+def test_prefill_score(launch):
+    inputs = ragged_inputs()
+    expected, _ = calls.prefill_oracle(RAGGED, inputs)
+    tolerance = calls.score_tolerance(inputs["idx_q"], inputs["index_kv_cache"])
+    calls.assert_scores(score_ragged(inputs, launch), expected, tolerance)
+
+
+@pytest.mark.parametrize("launch", SCORES)
+def test_prefill_score_of_blocks_below_what_nan_counts_as(launch):
+    """Whole visible blocks of NaN, of -inf and of both: a plain maximum falls short there."""
+    inputs = ragged_inputs()
+    inputs["idx_q"] = np.abs(inputs["idx_q"])
+    pages, table = inputs["index_kv_cache"], inputs["block_table"]
+    pages[table[2, 0]] = np.nan
+    pages[table[2, 1]] = -np.inf
+    pages[table[0, 3]] = -np.inf
+    pages[table[0, 3], 17] = np.nan
+    pages[table[0, 5], 40] = np.nan  # among others, NaN does not count
+    score = score_ragged(inputs, launch)
+    expected, _ = calls.prefill_oracle(RAGGED, inputs)
+    for row, block, value in ((20, 0, -1e30), (20, 1, -np.inf), (0, 3, -1e30)):
+        np.testing.assert_array_equal(expected[:, row, block], np.float32(value))
+        np.testing.assert_array_equal(score[:, row, block], np.float32(value))
+    np.testing.assert_array_equal(np.isneginf(score), np.isneginf(expected))
+    normal = expected > -1e29
+    np.testing.assert_allclose(np.asarray(score)[normal], expected[normal], rtol=1e-5)
+
+
+@pytest.mark.parametrize("topk", [1, 5, 16, 33])
+@pytest.mark.parametrize("tile", [64, 256])
+def test_prefill_selection(tile, topk):
+    """Rows of one block to several tiles, with ties, through tiles of every width."""
+    rng = np.random.default_rng(301)
+    blocks = np.array([1, 2, 15, 16, 17, 63, 64, 65, 200, 256, 257, 400], np.int32)
+    score = rng.integers(-20, 20, (2, blocks.size + 1, 400)).astype(np.float32)
+    starts = np.arange(blocks.size + 1, dtype=np.int32)
+    launch = policy.Selection(num_chunks=1, tile=tile, num_warps=1, num_stages=1)
+    arrays = (score, starts, blocks * 128 - 1)
+    ids = m3_pallas.minimax_m3_index_topk(*map(jnp.asarray, arrays), 1, topk, 1, 2, launch=launch, **OPTIONS)
+    expected = reference.index_topk(*arrays, topk=topk, init_blocks=1, local_blocks=2)
+    np.testing.assert_array_equal(ids, expected)
+
+
+def test_combined_prefill_repeats_no_rows():
+    """Slices of even size: 2560 tokens fit, but four of 2048 make up 8192."""
+    tokens, heads, context = 8192, 4, 131072
+    shape, i32 = jax.ShapeDtypeStruct, jnp.int32
+    arrays = (
+        shape((tokens, heads, 128), jnp.bfloat16), shape((8, 128, 128), jnp.bfloat16),
+        shape((1, context // 128), i32), shape((2,), i32), shape((1,), i32), shape((1,), i32),
+    )  # fmt: skip
+    with mock.patch.object(
+        m3_pallas.prefill, "minimax_m3_index_score", wraps=m3_pallas.minimax_m3_index_score
+    ) as score:
+        jax.eval_shape(
+            lambda *a: m3_pallas.minimax_m3_index_prefill(*a, tokens, context, 16, 0, 1, heads), *arrays
+        )  # fmt: skip
+    assert {call.args[0].shape[0] for call in score.call_args_list} == {tokens, 2048}

@@ -32,8 +32,9 @@ def test_decode(requests, context, heads):
     assert used - heads * requests * blocks * 4 <= LIMIT
 
 
-def test_prefill():
-    tokens, context, width = 4096, 128 << 10, 1024
+@pytest.mark.parametrize("tokens", [4096, 16384])
+def test_prefill(tokens):
+    context, width = 128 << 10, 1024
 
     def score(*arrays):
         return m3_pallas.minimax_m3_index_score(*arrays, tokens, context, 4, implementation="xla")

@@ -160,3 +160,12 @@ def test_launches_are_static_arguments():
     launch = policy.decode_launch(**BASE)
     assert launch == DecodeLaunch(score=launch.score, selection=dataclasses.replace(launch.selection))
     assert hash(launch) == hash(policy.decode_launch(**BASE))
+
+
+@given(st.integers(1, 100_000), st.integers(1, 100_000))
+def test_even_pieces_repeat_little(total, limit):
+    size = policy.even_size(total, limit)
+    pieces = policy.ceil_div(total, size)
+    assert size <= limit
+    assert pieces == policy.ceil_div(total, limit)
+    assert pieces * size - total < pieces
