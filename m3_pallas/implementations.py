@@ -10,6 +10,7 @@ import jax.export
 import jax.extend
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import sequential_vmap
 from jax.interpreters import mlir
 
 Implementation: TypeAlias = Literal["xla", "pallas_triton", "pallas_mosaic_tpu"]
@@ -17,7 +18,6 @@ NAMES: tuple[str, ...] = get_args(Implementation)
 # `jax.export.export(..., disabled_checks=EXPORT_DISABLED_CHECKS)` lets the Triton kernels' custom call through: JAX
 # promises no compatibility across versions for it.
 EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton"),)
-NOT_YET = "no kernel yet; use None or 'xla'"
 PLATFORMS = {"xla": (), "pallas_triton": ("cuda", "rocm"), "pallas_mosaic_tpu": ("tpu",)}
 
 
@@ -79,7 +79,9 @@ def run(implementation: str | None, call: str, candidates: Sequence[Candidate], 
 
 
 def _branches(candidate: Candidate) -> dict[str, Callable[..., Any]]:
-    return {platform: functools.partial(candidate.run, platform=platform) for platform in PLATFORMS[candidate.name]}
+    """Of each platform. Mosaic batches no array that stays in HBM, so that `vmap` runs its kernels one by one."""
+    branches = {platform: functools.partial(candidate.run, platform=platform) for platform in PLATFORMS[candidate.name]}
+    return {name: sequential_vmap(run) if name == "tpu" else run for name, run in branches.items()}
 
 
 _refuse_p = jax.extend.core.Primitive("m3_pallas_refuse")

@@ -10,6 +10,7 @@ from m3_pallas import checks, implementations, policy, xla
 from m3_pallas.cache import IndexCache
 from m3_pallas.implementations import Candidate, Implementation
 from m3_pallas.manual_axes import vary_like
+from m3_pallas.mosaic_tpu import prefill as mosaic_prefill
 from m3_pallas.triton import prefill as triton_prefill
 
 SCORE_WIDTH_MULTIPLE = 16  # scores are padded to this many blocks
@@ -85,10 +86,11 @@ def _score(
     arrays = lax.stop_gradient((idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens))
     reason = triton_prefill.score_unsupported(idx_q, pages, block_table, interpret=interpret)
     triton = functools.partial(triton_prefill.index_score, width=width, launch=launch, interpret=interpret)
+    mosaic = functools.partial(mosaic_prefill.index_score, width=width, interpret=interpret)
     candidates = (
         Candidate("xla", functools.partial(xla.index_score, width=width)),
         Candidate("pallas_triton", triton, reason),
-        Candidate("pallas_mosaic_tpu", xla.index_score, implementations.NOT_YET),
+        Candidate("pallas_mosaic_tpu", mosaic, mosaic_prefill.score_unsupported(idx_q, pages, block_table)),
     )
     tokens, heads, _ = idx_q.shape
     if 0 in (tokens, *block_table.shape):
@@ -172,10 +174,11 @@ def _topk(score, cu_seqlens_q, prefix_lens, out, *, topk, init_blocks, local_blo
     options = {"topk": topk, "init_blocks": init_blocks, "local_blocks": local_blocks}
     reason = triton_prefill.topk_unsupported(prefix_lens, topk=topk, interpret=interpret)
     triton = functools.partial(triton_prefill.index_topk, **options, launch=launch, interpret=interpret)
+    mosaic = functools.partial(mosaic_prefill.index_topk, **options, interpret=interpret)
     candidates = (
         Candidate("xla", functools.partial(xla.index_topk, **options)),
         Candidate("pallas_triton", triton, reason),
-        Candidate("pallas_mosaic_tpu", xla.index_topk, implementations.NOT_YET),
+        Candidate("pallas_mosaic_tpu", mosaic, mosaic_prefill.topk_unsupported(score)),
     )
     if 0 in (*score.shape, prefix_lens.shape[0]):
         return xla.write_rows(out, jnp.full((*score.shape[:2], topk), -1, jnp.int32))

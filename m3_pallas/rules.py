@@ -97,6 +97,12 @@ def prefill_rows(cu_seqlens_q: jax.Array, prefix_lens: jax.Array, num_tokens: in
     return request, jnp.where(owned, prefix + offset, -1)
 
 
+def prefill_row_blocks(cu_seqlens_q: jax.Array, prefix_lens: jax.Array, num_tokens: int, width: int) -> jax.Array:
+    """Blocks each prefill row ranks, `[T]` int32: 0 for rows past `cu_seqlens_q[R]`, at most the score's `width`."""
+    _, position = prefill_rows(cu_seqlens_q, prefix_lens, num_tokens)
+    return jnp.clip(num_visible_blocks(position + 1), 0, width)
+
+
 def product_dtype(query: DTypeLike, keys: DTypeLike, both_float8: DTypeLike = jnp.bfloat16) -> jnp.dtype:
     """The dtype both operands are cast to, exactly, before the product: float8 rises to its partner (to `both_float8`
     if both are float8), two different wider types rise to float32."""

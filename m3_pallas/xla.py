@@ -59,8 +59,7 @@ def index_score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, 
 
 def index_topk(score, cu_seqlens_q, prefix_lens, out, *, topk, init_blocks, local_blocks):
     """Selected ids `[H, T, K]` (or `out`'s shape) of scores `[H, T, S]`."""
-    _, position = rules.prefill_rows(cu_seqlens_q, prefix_lens, score.shape[1])
-    num_blocks = jnp.clip(rules.num_visible_blocks(position + 1), 0, score.shape[2])
+    num_blocks = rules.prefill_row_blocks(cu_seqlens_q, prefix_lens, score.shape[1], score.shape[2])
     return write_rows(out, _select(score, num_blocks, topk, init_blocks, local_blocks))
 
 

@@ -27,3 +27,10 @@ IMPLEMENTATIONS = {
 def options(request) -> dict:
     """Keyword options of the public calls that choose an implementation."""
     return IMPLEMENTATIONS[request.param]
+
+
+@pytest.fixture
+def no_races(capfd):
+    """Fails where the TPU interpreter of a JAX that cannot raise reports a race."""
+    yield
+    assert "RACE DETECTED" not in capfd.readouterr().out

@@ -8,6 +8,7 @@ import sys
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nothing here holds a TPU
 
 import jax
 import jax.numpy as jnp
@@ -18,35 +19,93 @@ import m3_pallas
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 K, M = 1024, 2**20
-# requests, heads, query_len, context, dtype
-DECODE = ((1, 1, 1, 128 * K, "bfloat16"), (64, 4, 1, 128 * K, "float32"), (256, 4, 4, M, "bfloat16"))
+# requests, heads, query_len, context, cache dtype
+DECODE = (
+    (1, 1, 1, 128 * K, "bfloat16"),
+    (64, 4, 1, 128 * K, "float32"),
+    (64, 1, 4, M, "float8_e4m3fn"),
+    (256, 4, 4, M, "bfloat16"),
+)
+# tokens, heads, context, cache dtype; two requests
+PREFILL = (
+    (2048, 4, 32 * K, "bfloat16"),
+    (2048, 1, 128 * K, "float8_e4m3fn"),
+    (8192, 1, M, "bfloat16"),
+    (8192, 4, 128 * K, "float32"),
+)
+COMBINED = (16384, 4, M, "bfloat16")
+
+
+def temporaries(call, *shapes, sharding):
+    """HBM temporaries in bytes; raises if it does not compile."""
+    arrays = [jax.ShapeDtypeStruct(dims, dtype, sharding=sharding) for dims, dtype in shapes]
+    return jax.jit(call).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+
+def queries(tokens, heads, cache_dtype):
+    return (tokens, heads, 128), "float32" if cache_dtype == "float32" else "bfloat16"
 
 
 def decode(requests, heads, query_len, context, dtype, sharding):
-    """HBM temporaries in bytes; raises if it does not compile."""
-
-    def shape(dims, dtype):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
-
-    def call(*arrays):
-        return m3_pallas.minimax_m3_index_decode(
+    return temporaries(
+        lambda *arrays: m3_pallas.minimax_m3_index_decode(
             *arrays, context, 16, 0, 1, heads, query_len, query_len, implementation="pallas_mosaic_tpu"
-        )
-
-    arrays = (
-        shape((requests * query_len, heads, 128), dtype),
-        shape((1024, 128, 128), dtype),
-        shape((requests, context // 128), jnp.int32),
-        shape((requests,), jnp.int32),
+        ),
+        queries(requests * query_len, heads, dtype),
+        ((1024, 128, 128), dtype),
+        ((requests, context // 128), jnp.int32),
+        ((requests,), jnp.int32),
+        sharding=sharding,
     )
-    return jax.jit(call).lower(*arrays).compile().memory_analysis().temp_size_in_bytes
+
+
+def prefill_arrays(tokens, heads, context, dtype):
+    table, requests = ((2, context // 128), jnp.int32), ((2,), jnp.int32)
+    return queries(tokens, heads, dtype), ((1024, 128, 128), dtype), table, ((3,), jnp.int32), requests, requests
+
+
+def score(tokens, heads, context, dtype, sharding):
+    return temporaries(
+        lambda *arrays: m3_pallas.minimax_m3_index_score(
+            *arrays, tokens, context, heads, implementation="pallas_mosaic_tpu"
+        ),
+        *prefill_arrays(tokens, heads, context, dtype),
+        sharding=sharding,
+    )
+
+
+def topk(tokens, heads, context, dtype, sharding):
+    return temporaries(
+        lambda *arrays: m3_pallas.minimax_m3_index_topk(*arrays, tokens, 16, 0, 1, implementation="pallas_mosaic_tpu"),
+        ((heads, tokens, context // 128), jnp.float32),
+        ((3,), jnp.int32),
+        ((2,), jnp.int32),
+        sharding=sharding,
+    )
+
+
+def combined(tokens, heads, context, dtype, sharding):
+    return temporaries(
+        lambda *arrays: m3_pallas.minimax_m3_index_prefill(
+            *arrays, tokens, context, 16, 0, 1, heads, implementation="pallas_mosaic_tpu"
+        ),
+        *prefill_arrays(tokens, heads, context, dtype),
+        sharding=sharding,
+    )
+
+
+CALLS = (
+    *((decode, case) for case in DECODE),
+    *((call, case) for case in PREFILL for call in (score, topk)),
+    (combined, COMBINED),
+)
 
 
 def main() -> None:
     for chip in sys.argv[1:] or TOPOLOGIES:
         device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
-        for case in DECODE:
-            print(chip, *case, decode(*case, SingleDeviceSharding(device)), flush=True)
+        for call, case in CALLS:
+            print(chip, call.__name__, *case, call(*case, SingleDeviceSharding(device)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The calls under JAX's transforms."""
 
+import dataclasses
 import functools
 
 import jax
@@ -133,14 +134,26 @@ KERNELS = {"cpu": "", "tpu": "tpu_custom_call", "cuda": "xla.gpu.triton", "rocm"
 DEVICE_KINDS = {"cuda": "NVIDIA H200", "rocm": "gfx950"}
 
 
+def prefill_call(*arrays):
+    """The combined call on `PREFILL`, at a head dim of 128."""
+    return m3_pallas.minimax_m3_index_prefill(*arrays, 9, 800, 3, 0, 1, 2)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="exports from a CPU host")
+@pytest.mark.parametrize("call", ["decode", "prefill"])
 @pytest.mark.parametrize("platform", KERNELS)
-def test_export(platform):
+def test_export(platform, call):
     """For one platform at a time, from a host that has none of the others."""
-    case = Decode(seq_lens=(700, 130), heads=2, topk=3, seed=203)
-    inputs = decode_inputs(case)
-    arrays = [jnp.asarray(inputs[name]) for name in ARRAYS]
-    call = jax.jit(functools.partial(m3_pallas.minimax_m3_index_decode, **statics(case, 700)))
+    if call == "decode":
+        case = Decode(seq_lens=(700, 130), heads=2, topk=3, seed=203)
+        inputs, names, expected = decode_inputs(case), ARRAYS, calls.decode_oracle(case)[0]
+        call = jax.jit(functools.partial(m3_pallas.minimax_m3_index_decode, **statics(case, 700)))
+    else:
+        case = dataclasses.replace(PREFILL, head_dim=128)
+        inputs, expected = prefill_inputs(case), calls.prefill_oracle(case)[1]
+        names = ("idx_q", "index_kv_cache", "block_table", "cu_seqlens_q", "seq_lens", "prefix_lens")
+        call = jax.jit(prefill_call)
+    arrays = [jnp.asarray(inputs[name]) for name in names]
     kind = DEVICE_KINDS.get(platform, "cpu")
     device = AbstractDevice(device_kind=kind, num_cores=None, platform="gpu" if platform in DEVICE_KINDS else platform)
     with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device)):
@@ -151,7 +164,7 @@ def test_export(platform):
     assert restored.platforms == (platform,)
     assert KERNELS[platform] in restored.mlir_module()
     if platform == "cpu":
-        np.testing.assert_array_equal(restored.call(*arrays), calls.decode_oracle(case, inputs)[0])
+        np.testing.assert_array_equal(restored.call(*arrays), expected)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="exports from a CPU host")

@@ -3,8 +3,7 @@
 The request's table row is copied to scalar memory; then its pages stream from HBM, several to a step and one step
 ahead. Keys lie along sublanes and query rows (heads times query tokens, padded to 128) along lanes, so one product
 `[pages * 128, D] x [D, 128]` scores a step for all rows, and the block maxima of a step are a maximum over sublanes
-that lands at a sublane offset. Selection is K passes over the order keys, each for the best key after the last one
-taken: nothing is written back.
+that lands at a sublane offset.
 
 Limits: heads times query tokens up to 128; as many blocks as their order keys fit in VMEM, 512 bytes a block.
 """
@@ -19,13 +18,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from m3_pallas import policy, rules
 from m3_pallas.manual_axes import outputs_like
+from m3_pallas.mosaic_tpu import device, selection
+from m3_pallas.mosaic_tpu.device import LANES, STEP_PAGES
 from m3_pallas.rules import BLOCK_SIZE
-
-LANES = 128  # query rows, padded
-STEP_PAGES = 8  # pages of one step: a step's maxima fill one tile of sublanes
-PASS_BLOCKS = 256  # blocks of one piece of a selection pass
-HIDDEN_KEY = -(2**31)  # below every order key
-NO_BLOCK = 2**31 - 1  # above every block id
 
 
 def select_blocks(
@@ -44,7 +39,6 @@ def select_blocks(
     """Selected ids `[R, K padded to 8, 128]`, -1 past the visible blocks of each row."""
     requests, _, dim = queries.shape
     slots = policy.ceil_div(topk, 8) * 8
-    blocks = policy.ceil_div(width, PASS_BLOCKS) * PASS_BLOCKS
     row = policy.ceil_div(width, LANES) * LANES
     table = jnp.pad(block_table[:, :width], ((0, 0), (0, row - width)))[:, None]  # [R, 1, row]
     kernel = functools.partial(
@@ -72,9 +66,9 @@ def select_blocks(
             scratch_shapes=[
                 pltpu.SMEM((1, row), jnp.int32),
                 pltpu.VMEM((2, STEP_PAGES, BLOCK_SIZE, dim), pages.dtype),
-                pltpu.VMEM((blocks, LANES), jnp.int32),
+                pltpu.VMEM((selection.key_rows(width), LANES), jnp.int32),
                 pltpu.SemaphoreType.DMA((1,)),
-                pltpu.SemaphoreType.DMA((2, STEP_PAGES)),
+                pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
         out_shape=out_shape,
@@ -105,7 +99,6 @@ def _decode_kernel(
     local_blocks,
 ):
     request = pl.program_id(0)
-    num_pages = pages_ref.shape[0]
     dtype = rules.product_dtype(q_ref.dtype, pages_ref.dtype)
     seq_len = seq_lens_ref[request]
     last = rules.decode_positions(seq_len, jnp.int32(query_len - 1), query_len, width)
@@ -120,13 +113,11 @@ def _decode_kernel(
     def copies(step, act):
         """Start or await the copies of a step's pages; those past the last block have none."""
         slot = lax.rem(step, jnp.int32(2))
-        for i in range(STEP_PAGES):
-            block = step * STEP_PAGES + i
-
-            @pl.when(block < num_blocks)
-            def _(i=i, block=block):
-                page = jnp.clip(row_ref[0, block], 0, num_pages - 1)
-                act(pltpu.make_async_copy(pages_ref.at[page], buffer_ref.at[slot, i], page_sems.at[slot, i]))
+        first = step * STEP_PAGES
+        device.for_pages(
+            pages_ref, lambda block: row_ref[0, block], first, num_blocks - first,
+            buffer_ref.at[slot], page_sems.at[slot], act,
+        )  # fmt: skip
 
     def score(step, carry):
         pl.when(step + 1 < steps)(lambda: copies(step + 1, lambda copy: copy.start()))
@@ -145,7 +136,9 @@ def _decode_kernel(
         block = step * STEP_PAGES + lax.broadcasted_iota(jnp.int32, maxima.shape, 0)
         forced = rules.force_scores(maxima, block, row_blocks, init_blocks, local_blocks)
         first = pl.multiple_of(step * STEP_PAGES, STEP_PAGES)
-        keys_ref[pl.ds(first, STEP_PAGES), :] = jnp.where(block < row_blocks, rules.order_key(forced), HIDDEN_KEY)
+        keys_ref[pl.ds(first, STEP_PAGES), :] = jnp.where(
+            block < row_blocks, rules.order_key(forced), selection.HIDDEN_KEY
+        )
         return carry
 
     def run():
@@ -156,32 +149,4 @@ def _decode_kernel(
         lax.fori_loop(jnp.int32(0), steps, score, None)
 
     pl.when(num_blocks > 0)(run)
-    _select(ids_ref, keys_ref, num_blocks, row_blocks, topk)
-
-
-def _select(ids_ref, keys_ref, num_blocks, row_blocks, topk):
-    pieces = lax.div(num_blocks + (PASS_BLOCKS - 1), jnp.int32(PASS_BLOCKS))
-
-    def take(i, last):
-        last_key, last_block = last  # [1, 128]
-
-        def piece(p, best):
-            best_key, best_block = best
-            first = pl.multiple_of(p * PASS_BLOCKS, PASS_BLOCKS)
-            keys = keys_ref[pl.ds(first, PASS_BLOCKS), :]
-            block = first + lax.broadcasted_iota(jnp.int32, keys.shape, 0)
-            after = (keys < last_key) | ((keys == last_key) & (block > last_block))
-            keys = jnp.where(after & (block < row_blocks), keys, HIDDEN_KEY)
-            key = jnp.max(keys, axis=0, keepdims=True)
-            lowest = jnp.min(jnp.where(keys == key, block, NO_BLOCK), axis=0, keepdims=True)
-            better = key > best_key  # of equal keys, the earlier piece has the lower ids
-            return jnp.where(better, key, best_key), jnp.where(better, lowest, best_block)
-
-        none = jnp.full((1, LANES), HIDDEN_KEY, jnp.int32)
-        key, block = lax.fori_loop(jnp.int32(0), pieces, piece, (none, none))
-        ids_ref[0, pl.ds(i, 1), :] = jnp.where(i < row_blocks, block, -1)
-        return key, block
-
-    ids_ref[0] = jnp.full(ids_ref.shape[1:], -1, jnp.int32)
-    start = jnp.full((1, LANES), NO_BLOCK, jnp.int32), jnp.full((1, LANES), -1, jnp.int32)
-    lax.fori_loop(jnp.int32(0), jnp.int32(topk), take, start)
+    selection.select(ids_ref, keys_ref, num_blocks, row_blocks, topk)
