@@ -19,8 +19,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 import m3_pallas
-from benchmarks.shapes import PORTABLE, decode_arrays
-from benchmarks.xla_way import gather_all
+from m3_pallas.measure.shapes import PORTABLE, decode_arrays
+from m3_pallas.measure.xla_way import gather_all
 
 RUNS = 25
 

@@ -1,15 +1,13 @@
 """vLLM's own answers, reproduced by the oracle and by every implementation."""
 
-import pathlib
-
 import numpy as np
 import pytest
 
 from m3_pallas import reference
-from tests import calls
-from tests.cases import CASES, Decode, Prefill, decode_inputs, prefill_inputs
+from m3_pallas.measure import calls, cases
+from m3_pallas.measure.cases import CASES, Decode, Prefill, decode_inputs, prefill_inputs
 
-GOLDEN = np.load(pathlib.Path(__file__).parent / "data" / "golden.npz")
+GOLDEN = cases.golden()
 DECODE = [name for name, case in CASES.items() if isinstance(case, Decode)]
 PREFILL = [name for name, case in CASES.items() if isinstance(case, Prefill)]
 WITH_TABLE = [name for name in DECODE if CASES[name].table_stride is not None]

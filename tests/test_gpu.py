@@ -13,8 +13,8 @@ import pytest
 
 import m3_pallas
 from m3_pallas import policy
-from tests import calls
-from tests.cases import Decode, decode_inputs
+from m3_pallas.measure import calls
+from m3_pallas.measure.cases import Decode, decode_inputs
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU")
 

@@ -7,8 +7,8 @@ import pytest
 
 import m3_pallas
 from m3_pallas import IndexCache, reference
-from tests import calls
-from tests.cases import Decode, Prefill, decode_inputs, prefill_inputs
+from m3_pallas.measure import calls
+from m3_pallas.measure.cases import Decode, Prefill, decode_inputs, prefill_inputs
 
 NAN, INF = np.nan, np.inf
 

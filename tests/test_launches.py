@@ -9,8 +9,8 @@ import pytest
 
 import m3_pallas
 from m3_pallas import policy, reference
-from tests import calls
-from tests.cases import CASES, Decode, Prefill, decode_inputs, prefill_inputs
+from m3_pallas.measure import calls
+from m3_pallas.measure.cases import CASES, Decode, Prefill, decode_inputs, prefill_inputs
 
 ON_GPU = jax.default_backend() == "gpu"
 SHORT = (

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import m3_pallas
-from tests import calls, mosaic_compile
-from tests.cases import CASES, Decode, decode_inputs
+from m3_pallas.measure import calls
+from m3_pallas.measure.cases import CASES, Decode, decode_inputs
+from tests import mosaic_compile
 
 pytestmark = pytest.mark.usefixtures("no_races")
 INTERPRETED = dict(implementation="pallas_mosaic_tpu", interpret=True)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import m3_pallas
 from m3_pallas import reference
-from tests import calls
-from tests.cases import CASES, Prefill, prefill_inputs
+from m3_pallas.measure import calls
+from m3_pallas.measure.cases import CASES, Prefill, prefill_inputs
 from tests.test_known_faults import ORDERS, check_prefill, select
 
 pytestmark = pytest.mark.usefixtures("no_races")

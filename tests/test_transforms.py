@@ -12,8 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, PartitionSpec, use_abstra
 
 import m3_pallas
 from m3_pallas import IndexCache
-from tests import calls
-from tests.cases import Decode, Prefill, decode_inputs, prefill_inputs
+from m3_pallas.measure import calls
+from m3_pallas.measure.cases import Decode, Prefill, decode_inputs, prefill_inputs
 
 CASE = Decode(seq_lens=(700, 0, 130), heads=2, topk=3, seed=200, head_dim=32)
 PREFILL = Prefill(query_lens=(9, 4), prefix_lens=(130, 700), heads=2, topk=3, seed=201, head_dim=32)

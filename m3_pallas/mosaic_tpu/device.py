@@ -1,6 +1,7 @@
 """What the TPU kernels share: what they cannot serve and why, the interpreter's checks, copies of pages."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def interpret_params(interpret: bool):
     if not interpret:
         return False
     fields = {field.name for field in dataclasses.fields(pltpu.InterpretParams)}
-    on_race = {"on_race": "raise"} if "on_race" in fields else {}
+    on_race: dict[str, Any] = {"on_race": "raise"} if "on_race" in fields else {}
     return pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", **on_race
     )  # fmt: skip

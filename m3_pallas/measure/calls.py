@@ -5,7 +5,7 @@ import numpy as np
 
 import m3_pallas
 from m3_pallas import reference
-from tests.cases import Decode, Prefill, decode_inputs, prefill_inputs
+from m3_pallas.measure.cases import Decode, Prefill, decode_inputs, prefill_inputs
 
 
 def decode(case: Decode, inputs: dict | None = None, **options):

@@ -1,4 +1,4 @@
-"""Inputs of the golden cases, regenerated from a seed; shared by tests and benchmarks. NumPy and ml_dtypes only.
+"""The golden cases: inputs, regenerated from a seed, and vLLM's answers. NumPy and ml_dtypes only.
 
 Each case names one call. `decode_inputs` and `prefill_inputs` rebuild the exact arrays; `data/golden.npz` holds,
 under `<case>/<name>`, what vLLM 0.32.0's own kernels answered for them on an NVIDIA H200: `topk [H, T, K]` int32,
@@ -15,6 +15,9 @@ K selected blocks.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import pathlib
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -59,6 +62,13 @@ class Prefill:
     seed: int = 0
 
 
+@functools.cache
+def golden() -> dict[str, np.ndarray]:
+    """vLLM's answers, by `<case>/<name>`."""
+    with np.load(pathlib.Path(__file__).parent / "data" / "golden.npz") as file:
+        return dict(file)
+
+
 def _blocks(length: int) -> int:
     return -(-length // BLOCK)
 
@@ -94,7 +104,7 @@ def _cache(rng, case, kv_lens, width):
     return cache.astype(DTYPES[case.dtype]), table
 
 
-def decode_inputs(case: Decode) -> dict[str, np.ndarray | int]:
+def decode_inputs(case: Decode) -> dict[str, Any]:
     rng = np.random.default_rng(case.seed)
     width = max(1, max(_blocks(n) for n in case.seq_lens)) + 2
     cache, table = _cache(rng, case, case.seq_lens, width)
@@ -115,7 +125,7 @@ def decode_inputs(case: Decode) -> dict[str, np.ndarray | int]:
     return inputs
 
 
-def prefill_inputs(case: Prefill) -> dict[str, np.ndarray | int]:
+def prefill_inputs(case: Prefill) -> dict[str, Any]:
     rng = np.random.default_rng(case.seed)
     kv_lens = [q + p for q, p in zip(case.query_lens, case.prefix_lens, strict=True)]
     width = max(1, max(_blocks(n) for n in kv_lens)) + 2

@@ -14,4 +14,6 @@ def gather_all(q, pages, table, seq_lens, max_seq_len, topk, init, local, heads,
     dots = jnp.where(jnp.arange(blocks * 128)[None, None, None, :] <= position[None, :, :, None], dots, -jnp.inf)
     score = dots.reshape(*dots.shape[:3], blocks, 128).max(-1)
     score = jnp.where(jnp.arange(blocks)[None, None, None, :] == (position // 128)[None, :, :, None], 1e29, score)
-    return jax.lax.top_k(score, topk)[1].reshape(heads, -1, topk)
+    found = min(topk, blocks)
+    ids = jax.lax.top_k(score, found)[1].reshape(heads, -1, found)
+    return jnp.pad(ids, ((0, 0), (0, 0), (0, topk - found)), constant_values=-1)

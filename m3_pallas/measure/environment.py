@@ -1,0 +1,104 @@
+"""What is measured on: device, versions, and which implementation a call takes here and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+
+import m3_pallas
+from m3_pallas import implementations
+from m3_pallas.measure import shapes
+from m3_pallas.triton import device as triton_device
+
+MEMORY_SHARE = 0.8  # of the device's memory that may be used
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What `implementation=None` takes."""
+
+    implementation: str
+    reason: str
+
+
+def lowering_platform() -> str:
+    """The platform that JAX lowers for here: "cuda" and "rocm" are both GPUs of JAX's "gpu" backend."""
+    backend = jax.default_backend()
+    if backend != "gpu":
+        return backend
+    version = jax.local_devices()[0].client.platform_version
+    return "rocm" if "rocm" in version.lower() else "cuda"
+
+
+def choice(call: Callable[..., Any], *arrays: Any) -> Choice:
+    """What `call(*arrays, implementation=None)` runs here."""
+    lowered_for = lowering_platform()
+    for name, served in implementations.PLATFORMS.items():
+        if lowered_for in served:
+            try:
+                jax.eval_shape(functools.partial(call, implementation=name), *arrays)
+            except NotImplementedError as error:
+                return Choice("xla", str(error))
+            return Choice(name, f"kernels for {lowered_for}")
+    return Choice("xla", f"no kernels for {lowered_for}")
+
+
+def choices() -> dict[str, Choice]:
+    """For decode and prefill as MiniMax-M3 runs them."""
+    decode = shapes.DecodeShape(1, 1, 1, 8192)
+    prefill = shapes.PrefillShape(1, 256, 0)
+    shape, i32 = jax.ShapeDtypeStruct, np.int32
+    pages, table, one = shape((64, 128, 128), jax.numpy.bfloat16), shape((1, 64), i32), shape((1,), i32)
+    query = shape((1, 1, 128), jax.numpy.bfloat16)
+    queries = shape((256, 1, 128), jax.numpy.bfloat16)
+    score: Callable[..., Any] = m3_pallas.minimax_m3_index_score
+    return {
+        "decode": choice(
+            lambda *a, **o: m3_pallas.minimax_m3_index_decode(*a, *decode.statics, **o), query, pages, table, one
+        ),
+        "prefill": choice(
+            lambda *a, **o: score(*a, *prefill.statics, **o),
+            queries, pages, table, shape((2,), i32), one, one,
+        ),
+    }  # fmt: skip
+
+
+def memory_bytes() -> int | None:
+    """Memory that the device's arrays may take, or None where JAX does not say."""
+    if jax.default_backend() == "cpu":
+        return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    stats = jax.local_devices()[0].memory_stats()
+    return int(MEMORY_SHARE * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def describe() -> dict[str, Any]:
+    """The head of every record."""
+    device = jax.local_devices()[0]
+    lowered_for = lowering_platform()
+    architecture = triton_device.architecture(lowered_for) if lowered_for in ("cuda", "rocm") else platform.machine()
+    return {
+        "device": device.device_kind,
+        "platform": lowered_for,
+        "architecture": architecture,
+        "m3_pallas": m3_pallas.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.version.__version__,
+        "python": platform.python_version(),
+        "implementations": {name: dataclasses.asdict(chosen) for name, chosen in choices().items()},
+    }
+
+
+def print_description(record: dict[str, Any]) -> None:
+    print(f"{record['device']} ({record['platform']}, {record['architecture']})")
+    versions = ", ".join(f"{name} {record[name]}" for name in ("m3_pallas", "jax", "jaxlib", "python"))
+    print(versions)
+    for call, chosen in record["implementations"].items():
+        print(f"{call}: {chosen['implementation']} ({chosen['reason']})")

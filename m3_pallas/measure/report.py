@@ -1,0 +1,125 @@
+"""What a record of `bench` looks like: lines on the screen, a table in Markdown, a plot."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from m3_pallas.measure.profiling import HOST_CLOCK, geometric_mean
+
+Row = dict[str, Any]
+COLORS = {1: "tab:blue", 2: "tab:green", 4: "tab:orange"}
+RATIOS = {
+    "decode": ("best_peer_over_ours", "xla_way_over_ours"),
+    "prefill": ("best_peer_over_ours_score", "best_peer_over_ours_selection", "portable_over_ours"),
+}
+DECODE_HEAD = (
+    f"{'decode':<24}{'score':>8}{'select':>8}{'call us':>10}{'GB/s':>7}{'share':>7}"
+    f"{'vLLM us':>10} {'variant':<11}{'ratio':>6}{'ids':>7}{'XLA way':>10}{'ratio':>7}"
+)
+PREFILL_HEAD = (
+    f"{'prefill':<24}{'score':>9}{'top-k':>8}{'combined':>10}{'TFLOP/s':>9}{'share':>7}"
+    f"{'vLLM / ours':>13}{'ids':>7}{'portable / ours':>17}"
+)
+
+
+def number(value: float | None, width: int, form: str = ".1f") -> str:
+    """Right-aligned, or a dash where there is none."""
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}{form}}"
+
+
+def decode_line(row: Row) -> str:
+    peers = row.get("peers_us", {})
+    best = min(peers, key=peers.get) if peers else None
+    return (
+        f"{row['shape']:<24}{number(row['score_us'], 8)}{number(row['selection_us'], 8)}{number(row['call_us'], 10)}"
+        f"{number(row['gb_per_s'], 7, '.0f')}{number(row['share_of_ceiling'], 7, '.0%')}"
+        f"{number(peers.get(best), 10)} {best or '-':<11}{number(row.get('best_peer_over_ours'), 6, '.2f')}"
+        f"{number(row['ids_equal'][best] if best else None, 7, '.1%')}"
+        f"{number(row.get('xla_way_us'), 10)}{number(row.get('xla_way_over_ours'), 7, '.2f')}{_label(row)}"
+    )
+
+
+def prefill_line(row: Row) -> str:
+    ratios = [row.get(f"best_peer_over_ours_{part}") for part in ("score", "selection")]
+    both = "-" if ratios[0] is None else " ".join(f"{ratio:.2f}" for ratio in ratios)
+    ids = min(row["ids_equal"].values()) if row.get("ids_equal") else None
+    return (
+        f"{row['shape']:<24}{number(row['score_us'], 9)}{number(row['selection_us'], 8)}"
+        f"{number(row['combined_us'], 10)}{number(row['tflop_per_s'], 9, '.2f')}"
+        f"{number(row['share_of_ceiling'], 7, '.0%')}{both:>13}{number(ids, 7, '.1%')}"
+        f"{number(row.get('portable_over_ours'), 17, '.2f')}{_label(row)}"
+    )
+
+
+def _label(row: Row) -> str:
+    return f"  ({HOST_CLOCK})" if row.get("method") == HOST_CLOCK else ""
+
+
+def geometric_means(record: Row) -> dict[str, float]:
+    """Of every ratio, over the rows that have it."""
+    means = {}
+    for call, names in RATIOS.items():
+        for name in names:
+            ratios = [row[name] for row in record.get(call, []) if name in row]
+            if ratios:
+                means[f"{call} {name}"] = geometric_mean(ratios)
+    return means
+
+
+def markdown(record: Row) -> str:
+    """The decode rows, then the prefill rows, as tables."""
+    lines = []
+    if record.get("decode"):
+        peers = list(record["decode"][0].get("peers_us", {}))
+        lines += _head(["shape", "score", "selection", "call", "GB/s", "share", *peers, "best peer", "XLA way"])
+        for row in record["decode"]:
+            cells = [row["shape"], *(number(row[key], 0, ".2f") for key in ("score_us", "selection_us", "call_us"))]
+            cells += [f"{row['gb_per_s']:.0f}", f"{row['share_of_ceiling']:.1%}"]
+            cells += [f"{row['peers_us'][peer]:.1f}" for peer in peers]
+            cells += [number(row.get(name), 0, ".2f") for name in RATIOS["decode"]]
+            lines.append("| " + " | ".join(cells) + " |")
+    if record.get("prefill"):
+        lines += _head(["shape", "score", "top-k", "combined", "TFLOP/s", "share", "score ratio", "top-k ratio"])
+        for row in record["prefill"]:
+            cells = [row["shape"], *(f"{row[key]:.1f}" for key in ("score_us", "selection_us", "combined_us"))]
+            cells += [f"{row['tflop_per_s']:.0f}", f"{row['share_of_ceiling']:.1%}"]
+            cells += [number(row.get(name), 0, ".2f") for name in RATIOS["prefill"][:2]]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _head(names: list[str]) -> list[str]:
+    return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+
+
+def plot(record: Row, file: pathlib.Path) -> None:
+    """Share of the read ceiling over the context, and of the matrix ceiling over the prefill shapes."""
+    import matplotlib.pyplot as plt
+
+    calls = [call for call in ("decode", "prefill") if record.get(call)]
+    figure, axes = plt.subplots(1, len(calls), figsize=(7 * len(calls), 4), squeeze=False, layout="constrained")
+    for call, ax in zip(calls, axes[0], strict=True):
+        {"decode": _plot_decode, "prefill": _plot_prefill}[call](record[call], ax)
+        ax.set_title(f"{call}, {record['device']}, JAX {record['jax']}")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def _plot_decode(rows: list[Row], ax: Any) -> None:
+    for row in rows:
+        _, requests, _, heads, _, _, context, *_ = row["shape"].split()
+        units = {"K": 2**10, "M": 2**20}
+        tokens = int(context[:-1]) * units[context[-1]] if context[-1] in units else int(context)
+        ax.plot(tokens, row["share_of_ceiling"], "o", color=COLORS.get(int(heads), "tab:red"))
+        ax.annotate(f"R {requests}", (tokens, row["share_of_ceiling"]), xytext=(5, 3), textcoords="offset points")
+    for heads, color in COLORS.items():
+        ax.plot([], [], "o", color=color, label=f"H {heads}")
+    ax.set(xscale="log", xlabel="context, tokens", ylabel="share of the read ceiling", ylim=(0, 1.05))
+    ax.axhline(1, color="gray", linewidth=0.8)
+    ax.legend()
+
+
+def _plot_prefill(rows: list[Row], ax: Any) -> None:
+    ax.barh([row["shape"] for row in rows][::-1], [row["share_of_ceiling"] for row in rows][::-1])
+    ax.set(xlabel="share of the matrix ceiling", xlim=(0, 1.05))

@@ -1,0 +1,147 @@
+"""vLLM's MiniMax-M3 indexer kernels as peers, loaded from its sources without importing vLLM.
+
+The folder is a checkout or a site-packages that holds `vllm/models/minimax_m3/{amd,common}/ops/*.py`, of vLLM 0.32.0
+or like it. What those files import from the rest of vLLM is stubbed. The variants are the ways vLLM would run them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import pathlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+VARIANTS = ("amd", "amd gfx950", "common")  # "common" is vLLM's own path for NVIDIA
+OPS = pathlib.Path("vllm") / "models" / "minimax_m3"
+FILES = ("common.ops.sparse_attn", "amd.ops.sparse_pa", "amd.ops.index_topk", "common.ops.index_topk")
+
+
+class Peers(Protocol):
+    """One way to run vLLM's kernels on JAX arrays."""
+
+    name: str
+
+    def versions(self) -> dict[str, str]: ...
+
+    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[float, np.ndarray]:
+        """Microseconds a call of a chain of one call for each of `queries`, and the first call's ids."""
+        ...
+
+    def prefill(
+        self, variant: str, queries: Any, arrays: tuple, statics: tuple, topk: tuple
+    ) -> tuple[float, float, np.ndarray]:
+        """Microseconds of a score and of a selection call, and the last call's ids."""
+        ...
+
+
+def find(folder: str) -> pathlib.Path:
+    """The folder above `vllm/`; with an empty name, that of the installed vllm.
+
+    Raises:
+      FileNotFoundError: if it has no MiniMax-M3 indexer.
+    """
+    if folder:
+        root = pathlib.Path(folder)
+    else:
+        spec = importlib.util.find_spec("vllm")
+        if spec is None or spec.origin is None:
+            raise FileNotFoundError("vllm is not installed; give the path of a checkout: --vllm PATH")
+        root = pathlib.Path(spec.origin).parents[1]
+    for file in FILES:
+        path = root / OPS / (file.replace(".", "/") + ".py")
+        if not path.is_file():
+            raise FileNotFoundError(f"{root} holds no MiniMax-M3 indexer of vLLM: {path} is missing")
+    return root
+
+
+def peers(folder: str) -> Peers:
+    """vLLM's kernels through jax-triton, or through PyTorch where jax-triton cannot.
+
+    Raises:
+      FileNotFoundError: as `find`.
+      ImportError: if neither jax-triton nor PyTorch is there, with both reasons.
+    """
+    root = find(folder)
+    reasons = []
+    for module in ("vllm_jax", "vllm_torch"):
+        try:
+            return importlib.import_module(f"m3_pallas.measure.{module}").make(root)
+        except (ImportError, NotImplementedError) as error:
+            reasons.append(f"{module}: {error}")
+    raise ImportError("vLLM's kernels need jax-triton (extra `bench`) or PyTorch: " + "; ".join(reasons))
+
+
+class Sources:
+    """vLLM's modules by variant; `torch` is what they import under that name."""
+
+    def __init__(self, root: pathlib.Path, torch: Any):
+        import triton
+        import triton.language as tl
+
+        self.gfx950 = False
+        platform = types.SimpleNamespace(
+            is_rocm=lambda: self.gfx950,
+            is_cuda=lambda: not self.gfx950,
+            is_arch_support_pdl=lambda: False,
+            is_device_capability=lambda capability: False,
+        )
+        packages = ("", ".minimax_m3", ".minimax_m3.amd", ".minimax_m3.amd.ops", ".minimax_m3.common")
+        self._stubs = {
+            "torch": torch,
+            "vllm": _module("vllm"),
+            "vllm.platforms": _module("vllm.platforms", current_platform=platform),
+            "vllm.platforms.rocm": _module("vllm.platforms.rocm", on_gfx950=lambda: self.gfx950),
+            "vllm.triton_utils": _module("vllm.triton_utils", tl=tl, triton=triton, HAS_TRITON=True),
+            "vllm.utils": _module("vllm.utils"),
+            "vllm.utils.math_utils": _module(
+                "vllm.utils.math_utils", round_up=lambda x, y: -(-x // y) * y, cdiv=lambda x, y: -(-x // y)
+            ),
+            **{f"vllm.models{name}": _module(f"vllm.models{name}") for name in (*packages, ".minimax_m3.common.ops")},
+        }
+        with self.stubs():
+            for file in FILES:
+                name = f"vllm.models.minimax_m3.{file}"
+                spec = importlib.util.spec_from_file_location(name, root / OPS / (file.replace(".", "/") + ".py"))
+                assert spec is not None
+                assert spec.loader is not None
+                module = importlib.util.module_from_spec(spec)
+                sys.modules[name] = self._stubs[name] = module
+                spec.loader.exec_module(module)
+
+    @contextlib.contextmanager
+    def stubs(self) -> Iterator[None]:
+        """The stubs in `sys.modules`, and what was there before back again."""
+        before = {name: sys.modules.get(name) for name in self._stubs}
+        sys.modules.update(self._stubs)
+        try:
+            yield
+        finally:
+            for name, module in before.items():
+                if module is None:
+                    sys.modules.pop(name, None)
+                else:
+                    sys.modules[name] = module
+
+    def module(self, variant: str) -> Any:
+        """The module with the calls of `variant`, which it then follows."""
+        self.gfx950 = variant == "amd gfx950"
+        return self._stubs[f"vllm.models.minimax_m3.{variant.split()[0]}.ops.index_topk"]
+
+    def wrap_kernels(self, wrap: Callable[[Any], Any]) -> None:
+        """Replace the kernels that Python launches by `wrap` of them."""
+        for module in {id(module): module for module in map(self.module, VARIANTS)}.values():
+            for name, value in list(vars(module).items()):
+                if name.endswith("_kernel") and hasattr(value, "__getitem__"):
+                    setattr(module, name, wrap(value))
+
+
+def _module(name: str, **members: Any) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__path__ = []
+    vars(module).update(members)
+    return module

@@ -1,0 +1,174 @@
+"""vLLM's kernels through jax-triton, without PyTorch: its own Python code runs on stand-ins for tensors.
+
+While a jitted function is traced, vLLM's call is made with tensors that know their shape, dtype and strides. What it
+allocates becomes a mutable array, and each kernel it launches becomes a `jax_triton.triton_call` with vLLM's own grid,
+warps and stages. So its launch policy is its own too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_triton  # pyright: ignore[reportMissingImports]
+import numpy as np
+import triton
+
+from m3_pallas.measure.profiling import device_time
+from m3_pallas.measure.vllm import Sources
+
+
+def make(root: pathlib.Path) -> JaxTritonPeers:
+    """The peers, if this jax-triton can trace a call under this JAX."""
+    peers = JaxTritonPeers(root)
+    shape = jax.ShapeDtypeStruct
+    arrays = (shape((1, 256, 128), jnp.bfloat16), shape((1, 1), jnp.int32), shape((1,), jnp.int32))
+    try:
+        with jax.enable_x64(True):
+            run = peers.chain("amd", "minimax_m3_index_decode", (128, 16, 0, 1, 1, 1, 1))
+            jax.jit(run).trace((shape((1, 1, 128), jnp.bfloat16),), *arrays)
+    except Exception as error:
+        versions = f"jax-triton {jax_triton.__version__} with JAX {jax.__version__}"
+        raise NotImplementedError(f"{versions} cannot run vLLM's kernels ({type(error).__name__}: {error})") from error
+    return peers
+
+
+class Tensor:
+    """As much of a contiguous `torch.Tensor` as vLLM's calls look at; `value` is a JAX array or a mutable one."""
+
+    device = None
+
+    def __init__(self, value: Any):
+        self.value = value
+        self.shape = tuple(value.shape)
+        self.dtype = jnp.dtype(value.dtype)
+
+    def stride(self, axis: int) -> int:
+        return math.prod(self.shape[axis + 1 :]) if axis >= 0 else self.stride(axis + len(self.shape))
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+class Allocator:
+    """Hands out the same arrays, in order, to each call of a chain: what PyTorch's allocator does on one stream."""
+
+    def __init__(self):
+        self.arrays: list[Tensor] = []
+        self.next = 0
+
+    def __call__(self, *shape: Any, dtype: Any, device: Any = None) -> Tensor:
+        shape = tuple(shape[0]) if isinstance(shape[0], tuple) else shape
+        if self.next == len(self.arrays):
+            self.arrays.append(Tensor(jax.new_ref(jnp.zeros(shape, dtype))))
+        array = self.arrays[self.next]
+        if (array.shape, array.dtype) != (shape, jnp.dtype(dtype)):
+            raise ValueError(f"a chain must make equal calls: allocated {array.shape}, then {shape}")
+        self.next += 1
+        return array
+
+
+class Torch(types.ModuleType):
+    """What vLLM's files use of torch."""
+
+    Tensor = Tensor
+    dtype = jnp.dtype
+
+    def __init__(self):
+        super().__init__("torch")
+        self.allocate = Allocator()
+
+    def empty(self, *shape, **options):
+        return self.allocate(*shape, **options)
+
+    zeros = empty  # new arrays are zero, and the only zeroed one, the counter, comes back zero
+
+    @staticmethod
+    def no_grad():
+        return lambda function: function
+
+    def __getattr__(self, name: str):
+        try:
+            return jnp.dtype(name)
+        except TypeError:
+            raise AttributeError(f"the stand-in for torch has no {name}") from None
+
+
+class Launcher:
+    """A kernel whose launches become `triton_call`s."""
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any):
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: Any, *arguments: Any, **options: Any) -> None:
+        values, seen = [], []
+        for argument in arguments:
+            value = argument.value if isinstance(argument, Tensor) else argument
+            if isinstance(argument, Tensor) and any(argument is other for other in seen):
+                value = jnp.zeros(1, argument.dtype)  # given twice where the kernel has no use for the second
+            seen.append(argument)
+            values.append(value)
+        kernel = self.kernel
+        while isinstance(kernel, triton.runtime.Heuristics):  # jax-triton takes them inside an autotuner only
+            named = dict(zip(kernel.arg_names, values, strict=False)) | options
+            options |= {name: heuristic(named) for name, heuristic in kernel.values.items()}
+            kernel = kernel.fn
+        jax_triton.triton_call(*values, kernel=kernel, out_type=(), grid=grid, **options)
+
+
+class JaxTritonPeers:
+    """See `vllm.Peers`."""
+
+    name = "jax-triton"
+
+    def __init__(self, root: pathlib.Path):
+        self.torch = Torch()
+        self.sources = Sources(root, self.torch)
+        self.sources.wrap_kernels(Launcher)
+
+    def versions(self) -> dict[str, str]:
+        return {"jax-triton": jax_triton.__version__, "triton": triton.__version__}
+
+    def chain(self, variant: str, call: str, statics: tuple):
+        """A function that makes `call` on each of a tuple of first arguments, and returns the last result."""
+
+        def run(firsts, *rest):
+            self.torch.allocate = Allocator()
+            with self.sources.stubs():
+                function = getattr(self.sources.module(variant), call)
+                results = []
+                for first in firsts:
+                    self.torch.allocate.next = 0
+                    results.append(function(Tensor(first), *map(Tensor, rest), *statics))
+            return results[-1].value[...]
+
+        return run
+
+    def _time(self, run, firsts: tuple, rest: tuple) -> float:
+        return device_time(jax.jit(run), firsts, *rest, calls=len(firsts)).span
+
+    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[float, np.ndarray]:
+        with jax.enable_x64(True):  # the selector's partial results are 64-bit
+            run = self.chain(variant, "minimax_m3_index_decode", statics)
+            ids = np.asarray(jax.jit(run)(tuple(queries[:1]), *arrays))
+            return self._time(run, tuple(queries), arrays), ids
+
+    def prefill(
+        self, variant: str, queries: Any, arrays: tuple, statics: tuple, topk: tuple
+    ) -> tuple[float, float, np.ndarray]:
+        _, _, starts, _, prefix = arrays
+        with jax.enable_x64(True):
+            score = self.chain(variant, "minimax_m3_index_score", statics)
+            select = self.chain(variant, "minimax_m3_index_topk", (statics[0], *topk))
+            score_time = self._time(score, tuple(queries), arrays)
+            scores = tuple(jax.jit(score)((q,), *arrays) for q in queries)
+            select_time = self._time(select, scores, (starts, prefix))
+            return score_time, select_time, np.asarray(jax.jit(select)(scores[-1:], starts, prefix))

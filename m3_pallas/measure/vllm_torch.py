@@ -1,0 +1,79 @@
+"""vLLM's kernels through PyTorch, on JAX's arrays by DLPack, timed as CUDA graphs."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import triton
+
+from m3_pallas.measure.vllm import Sources
+
+
+def make(root: pathlib.Path) -> TorchPeers:
+    if not torch.cuda.is_available():
+        raise NotImplementedError("this PyTorch sees no GPU")
+    return TorchPeers(root)
+
+
+class TorchPeers:
+    """See `vllm.Peers`."""
+
+    name = "PyTorch"
+
+    def __init__(self, root: pathlib.Path):
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, device="cuda", dtype=torch.int8))
+        self.sources = Sources(root, torch)
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__, "triton": triton.__version__}
+
+    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[float, np.ndarray]:
+        with self.sources.stubs(), torch.no_grad():
+            function = self.sources.module(variant).minimax_m3_index_decode
+            each = list(torch.from_dlpack(queries).unbind(0))
+            rest = [torch.from_dlpack(array) for array in arrays]
+            ids = function(each[0], *rest, *statics).clone()
+            time = graph_time([lambda q=q: function(q, *rest, *statics) for q in each])
+        return time, ids.cpu().numpy()
+
+    def prefill(
+        self, variant: str, queries: Any, arrays: tuple, statics: tuple, topk: tuple
+    ) -> tuple[float, float, np.ndarray]:
+        with self.sources.stubs(), torch.no_grad():
+            module = self.sources.module(variant)
+            each = list(torch.from_dlpack(queries).unbind(0))
+            rest = [torch.from_dlpack(array) for array in arrays]
+            _, _, starts, _, prefix = rest
+            score, select = module.minimax_m3_index_score, module.minimax_m3_index_topk
+            score_time = graph_time([lambda q=q: score(q, *rest, *statics) for q in each])
+            scores = [score(q, *rest, *statics) for q in each]
+            select_time = graph_time([lambda s=s: select(s, starts, prefix, statics[0], *topk) for s in scores])
+            ids = select(scores[-1], starts, prefix, statics[0], *topk)
+        return score_time, select_time, ids.cpu().numpy()
+
+
+def graph_time(calls: list) -> float:
+    """Microseconds a call of a replayed CUDA graph of `calls`."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:3]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        keep = [call() for call in calls]
+    times = []
+    for i in range(8):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if i:
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    del keep
+    return statistics.median(times)

@@ -1,0 +1,123 @@
+"""Loading vLLM's kernels: what is found, what is refused, and its Python code run on stand-ins for tensors."""
+
+import importlib
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from m3_pallas.measure import vllm
+
+pytest.importorskip("triton")
+
+INDEX_TOPK = """
+import torch
+from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
+from vllm.utils.math_utils import round_up
+
+
+class _Kernel:
+    def __getitem__(self, grid):
+        raise AssertionError("launched without its stand-in")
+
+
+_fused_kernel = _Kernel()
+
+
+@torch.no_grad()
+def minimax_m3_index_decode(idx_q: torch.Tensor, pages, table, seq_lens: torch.Tensor | None, *statics):
+    rocm = 1 if current_platform.is_rocm() else 0
+    if rocm:
+        from vllm.platforms.rocm import on_gfx950
+
+        rocm += on_gfx950()
+    assert idx_q.dtype == torch.bfloat16 and idx_q.dim() == 3
+    score = torch.empty((idx_q.shape[0], round_up(3, 16)), dtype=torch.float32, device=idx_q.device)
+    ids = torch.empty(idx_q.shape[1], idx_q.shape[0], statics[1], dtype=torch.int32, device=idx_q.device)
+    strides = idx_q.stride(0), ids.stride(-1)
+    _fused_kernel[(7, 2)](idx_q, score, ids, ids, seq_lens, *strides, rocm, BLOCK=128, num_warps=2)
+    return ids
+"""
+
+
+@pytest.fixture
+def tree(tmp_path):
+    ops = tmp_path / "vllm" / "models" / "minimax_m3"
+    for folder in ("amd", "common"):
+        (ops / folder / "ops").mkdir(parents=True)
+        (ops / folder / "ops" / "index_topk.py").write_text(INDEX_TOPK)
+    (ops / "amd" / "ops" / "sparse_pa.py").write_text(
+        "from vllm.models.minimax_m3.common.ops.sparse_attn import SIZE\n"
+    )
+    (ops / "common" / "ops" / "sparse_attn.py").write_text("SIZE = 128\n")
+    return tmp_path
+
+
+@pytest.fixture
+def jax_triton(monkeypatch):
+    """A stand-in whose kernel adds one to its last mutable array; it keeps the launches."""
+    module = types.ModuleType("jax_triton")
+    module.__version__ = "0"
+    module.launches = []
+
+    def triton_call(*arguments, kernel, out_type, grid, **options):
+        module.launches.append((arguments, grid, options))
+        ids = arguments[2]
+        ids[...] = ids[...] + 1
+
+    module.triton_call = triton_call
+    monkeypatch.setitem(sys.modules, "jax_triton", module)
+    monkeypatch.delitem(sys.modules, "m3_pallas.measure.vllm_jax", raising=False)
+    return module
+
+
+def test_nothing_found(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no MiniMax-M3 indexer of vLLM: .*sparse_attn.py is missing"):
+        vllm.find(str(tmp_path))
+    if "vllm" not in sys.modules:
+        with pytest.raises(FileNotFoundError, match="vllm is not installed; give the path of a checkout"):
+            vllm.find("")
+
+
+def test_nothing_to_run_it_with(tree, monkeypatch):
+    for module in ("jax_triton", "torch"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "m3_pallas.measure.vllm_jax", raising=False)
+    with pytest.raises(ImportError, match=r"need jax-triton .*vllm_jax: .*vllm_torch: "):
+        vllm.peers(str(tree))
+
+
+def test_a_jax_triton_that_cannot_gives_way(tree, jax_triton, monkeypatch):
+    def refuse(*arguments, **options):
+        raise TypeError("takes 2 positional arguments")
+
+    jax_triton.triton_call = refuse
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match="cannot run vLLM's kernels \\(TypeError: takes 2 positional arguments"):
+        vllm.peers(str(tree))
+
+
+@pytest.mark.parametrize(("variant", "policy"), [("amd", 0), ("amd gfx950", 2), ("common", 0)])
+def test_calls_become_launches(tree, jax_triton, variant, policy):
+    vllm_jax = importlib.import_module("m3_pallas.measure.vllm_jax")
+    peers = vllm_jax.JaxTritonPeers(tree)
+    before = set(sys.modules)
+    run = peers.chain(variant, "minimax_m3_index_decode", (128, 4))
+    queries = tuple(jnp.zeros((6, 2, 128), jnp.bfloat16) for _ in range(3))
+    rest = (jnp.zeros((1, 128, 128), jnp.bfloat16), jnp.zeros((6, 1), jnp.int32), jnp.zeros(6, jnp.int32))
+    ids = jax.jit(run)(queries, *rest)
+    # The calls of a chain share what they allocate: three launches, three times one more.
+    np.testing.assert_array_equal(ids, np.full((2, 6, 4), 3))
+    assert len(jax_triton.launches) == 3
+    arguments, grid, options = jax_triton.launches[0]
+    assert grid == (7, 2)
+    assert options == {"BLOCK": 128, "num_warps": 2}
+    query, score, out, again, lens, *numbers = arguments
+    assert (query.shape, score.shape, out.shape, lens.shape) == ((6, 2, 128), (6, 16), (2, 6, 4), (6,))
+    assert again.shape == (1,)  # a mutable array may be given once
+    assert numbers == [256, 1, policy]
+    assert not {name for name in set(sys.modules) - before if name.startswith("vllm")}
