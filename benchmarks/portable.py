@@ -19,8 +19,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 import m3_pallas
+from m3_pallas.measure import xla_way
 from m3_pallas.measure.shapes import PORTABLE, decode_arrays
-from m3_pallas.measure.xla_way import gather_all
 
 RUNS = 25
 
@@ -49,7 +49,7 @@ def main() -> None:
         arrays = (queries[0], *rest)
         statics = shape.statics
         ours = jax.jit(lambda *a, s=statics: m3_pallas.minimax_m3_index_decode(*a, *s, implementation="xla"))
-        usual = jax.jit(lambda *a, s=statics: gather_all(*a, *s))
+        usual = jax.jit(lambda *a, s=statics: xla_way.decode(*a, *s))
         if not (ours(*arrays) == usual(*arrays)).all():
             raise SystemExit(f"{shape}: the two ways select different blocks")
         ours_ms, usual_ms = least_ms([ours, usual], arrays)

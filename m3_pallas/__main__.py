@@ -7,7 +7,7 @@ from m3_pallas.measure import bench, check
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0 if all is well, 1 if answers differ, 2 for bad arguments, 130 if interrupted."""
+    """The exit status: 0 if all is well, 1 if answers differ or fail, 2 if it cannot start, 130 if interrupted."""
     parser = argparse.ArgumentParser(prog="python -m m3_pallas", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="check | bench")
     for module, text in ((check, "compare with the oracle on this device"), (bench, "time it on this device")):

@@ -1,6 +1,9 @@
 """`python -m m3_pallas check` and `bench`, on the CPU: small sizes, records, bad arguments, interruption."""
 
 import json
+import pathlib
+import re
+import types
 
 import jax
 import numpy as np
@@ -10,7 +13,7 @@ import m3_pallas
 from m3_pallas.__main__ import main
 from m3_pallas.measure import bench, check, environment, profiling, report, rows, shapes
 from m3_pallas.measure.calls import decode_oracle, prefill_oracle
-from m3_pallas.measure.cases import CASES, Prefill, decode_inputs, prefill_inputs
+from m3_pallas.measure.cases import CASES, Prefill, decode_inputs, golden, prefill_inputs
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="expects what a CPU answers")
 DESCRIPTION = {"device", "platform", "architecture", "m3_pallas", "jax", "jaxlib", "python", "implementations"}
@@ -30,7 +33,7 @@ def test_check(few_cases, tmp_path, capsys):
     assert main(["check", "--json", str(file)]) == 0
     assert "3 of 3 cases equal the oracle" in capsys.readouterr().out
     record = json.loads(file.read_text())
-    assert record.keys() == DESCRIPTION | {"cases", "failed"}
+    assert record.keys() == DESCRIPTION | {"cases", "failed", "asked_for", "interrupted"}
     assert record["failed"] == 0
     assert record["implementations"]["decode"] == {"implementation": "xla", "reason": "no kernels for cpu"}
     # 5 one-head rows; 110 one-head rows; 48 steps of 4 requests with 2 heads
@@ -53,11 +56,49 @@ def test_check_reports_what_differs(few_cases, tmp_path, capsys, monkeypatch):
     assert "2 of 3 cases equal" in out
 
 
-def test_check_reports_exceptions(few_cases, capsys):
-    assert main(["check", "--implementation", "pallas_mosaic_tpu"]) == 1
+def test_check_tells_what_is_not_served_from_what_fails(few_cases, capsys, monkeypatch):
+    assert main(["check", "--implementation", "pallas_mosaic_tpu"]) == 1  # it serves none
     out = capsys.readouterr().out
-    assert out.count("NotImplementedError: ") == 3
+    assert out.count("not served: minimax_m3_index") == 3
     assert "runs on tpu only" in out
+    assert "0 of 0 cases equal the oracle on cpu, 3 not served" in out
+
+    right = m3_pallas.minimax_m3_index_decode
+
+    def decode(idx_q, *arrays, **options):
+        if len(idx_q) == 5:
+            raise NotImplementedError("five rows; use None or 'xla'")
+        return right(idx_q, *arrays, **options)
+
+    monkeypatch.setattr(m3_pallas, "minimax_m3_index_decode", decode)
+    assert main(["check", "--implementation", "xla"]) == 0
+    assert "2 of 2 cases equal the oracle on cpu, 1 not served" in capsys.readouterr().out
+
+    def broken(*arrays, **options):
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(m3_pallas, "minimax_m3_index_decode", broken)
+    assert main(["check"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("  RuntimeError: out of memory\n") == 2
+    assert "1 of 3 cases equal" in out
+
+
+def test_interrupted_check_keeps_its_outcomes(few_cases, tmp_path, capsys, monkeypatch):
+    run_case = check.run_case
+
+    def interrupt(name, *rest):
+        if name == "tiny M3, decode":
+            raise KeyboardInterrupt
+        return run_case(name, *rest)
+
+    monkeypatch.setattr(check, "run_case", interrupt)
+    file = tmp_path / "check.json"
+    assert main(["check", "--json", str(file)]) == 130
+    assert "2 of 2 cases equal" in capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert record["interrupted"]
+    assert [case["name"] for case in record["cases"]] == ["decode_table_stride8", "prefill_empty_request"]
 
 
 @pytest.mark.parametrize("spoil", [lambda s: s.at[0, 3, 0].add(1.0), lambda s: s.at[0, 3, 15].set(0.0)])
@@ -74,22 +115,34 @@ def test_comparison_sees_page_tables():
     name = "decode_table_stride8"
     case, inputs = CASES[name], decode_inputs(CASES[name])
     ids = decode_oracle(case, inputs)[0]
-    wrong = m3_pallas.IndexDecodeResult(ids, np.ones((5, 128), np.int32), np.ones(5, np.int32), None)
+    table, lens = (golden()[f"{name}/sparse_{part}"].copy() for part in ("block_table", "context_lens"))
+    table[1, 3] += 1
+    table[1, 4] += 1
+    lens[2:] += 1
+    wrong = m3_pallas.IndexDecodeResult(ids, table, lens, None)
     problems, _ = check.compare(name, case, inputs, wrong)
-    assert [problem.split(":")[0] for problem in problems] == ["sparse_block_table", "sparse_context_lens"]
+    assert problems == ["sparse_block_table: 1 of 5 rows differ", "sparse_context_lens: 3 of 5 rows differ"]
 
 
-def test_bench(tmp_path, capsys):
+@pytest.fixture
+def short_chains(monkeypatch):
+    monkeypatch.setattr(profiling, "HOST_CHAIN_SECONDS", 0.01)
+    for name, value in (("read_ceiling", 4.0), ("matrix_ceiling", 2.0)):
+        monkeypatch.setattr(profiling, name, lambda size, value=value: profiling.Ceiling(value, profiling.HOST_CLOCK))
+
+
+def test_bench(short_chains, tmp_path, capsys):
     json_file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
     assert main([*SMALL, "--json", str(json_file), "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
-    assert out.count("(host clock)") == 2
+    assert out.count("  (host clock)\n") == 2
     assert plot.read_bytes().startswith(b"\x89PNG")
     record = json.loads(json_file.read_text())
     assert record.keys() == DESCRIPTION | {
-        "date", "topk", "decode", "prefill", "interrupted", "geometric_means", "read_ceiling_gb_per_s",
-        "matrix_ceiling_tflop_per_s",
+        "date", "topk", "asked_for", "decode", "prefill", "interrupted", "geometric_means", "read_ceiling_gb_per_s",
+        "read_ceiling_method", "matrix_ceiling_tflop_per_s", "matrix_ceiling_method",
     }  # fmt: skip
+    assert record["read_ceiling_method"] == profiling.HOST_CLOCK
     [decode], [prefill] = record["decode"], record["prefill"]
     assert decode["shape"] == "R 2 H 1 q 1 1K"
     assert decode["bytes"] == 2 * 1024 * 128 * 2
@@ -101,30 +154,86 @@ def test_bench(tmp_path, capsys):
     assert prefill["flops"] == 2 * 128 * 128 * 8 * 128
     assert prefill["tflop_per_s"] == pytest.approx(prefill["flops"] / prefill["score_us"] / 1e6)
     assert prefill["combined_equal"]
-    assert record["geometric_means"] == {"decode xla_way_over_ours": pytest.approx(decode["xla_way_over_ours"])}
+    assert prefill["xla_way_over_ours"] == pytest.approx(prefill["xla_way_us"] / prefill["combined_us"])
+    assert decode["implementation"] == "xla"
+    assert prefill["implementation"] == {"score": "xla", "selection": "xla"}
+    assert record["geometric_means"] == {
+        f"{call} xla_way_over_ours": pytest.approx(row["xla_way_over_ours"])
+        for call, row in (("decode", decode), ("prefill", prefill))
+    }
     assert not record["interrupted"]
     assert "| R 2 H 1 q 1 1K | - | - |" in report.markdown(record)
 
 
-def test_interrupted_bench_keeps_its_rows(tmp_path, capsys, monkeypatch):
-    measured = []
+ROW = {"score_us": None, "selection_us": None, "call_us": 2.0, "gb_per_s": 1.0, "share_of_ceiling": 0.5}
 
-    def row(shape, *rest):
-        if measured:
-            raise KeyboardInterrupt
-        measured.append(shape)
-        return {"shape": str(shape), "score_us": None, "selection_us": None, "call_us": 2.0, "gb_per_s": 1.0,
-                "share_of_ceiling": 0.5}  # fmt: skip
+
+def decode_rows(monkeypatch, *outcomes):
+    """`rows.decode_row` returns a row or raises, in this order."""
+    left = list(outcomes)
+
+    def row(shape, **options):
+        outcome = left.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome | {"shape": str(shape)}
 
     monkeypatch.setattr(rows, "decode_row", row)
-    monkeypatch.setattr(profiling, "read_ceiling", lambda num_bytes: 2.0)
+
+
+BATCHES = ["bench", "--call", "decode", "--heads", "1", "--contexts", "1K", "--requests"]
+
+
+def test_interrupted_bench_keeps_its_rows(short_chains, tmp_path, capsys, monkeypatch):
     file = tmp_path / "bench.json"
-    assert main(["bench", "--requests", "1,2", "--heads", "1", "--contexts", "1K", "--json", str(file)]) == 130
+    decode_rows(monkeypatch, ROW, KeyboardInterrupt())
+    assert main([*BATCHES, "1,2", "--json", str(file)]) == 130
     assert "interrupted" in capsys.readouterr().out
     record = json.loads(file.read_text())
     assert record["interrupted"]
     assert [row["shape"] for row in record["decode"]] == ["R 1 H 1 q 1 1K"]
-    assert record["prefill"] == []
+    # Interrupted before the first row, it leaves the earlier record alone.
+    decode_rows(monkeypatch, KeyboardInterrupt())
+    assert main([*BATCHES, "4", "--json", str(file)]) == 130
+    assert json.loads(file.read_text()) == record
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_row_that_fails_leaves_the_others(short_chains, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "bench.json"
+    decode_rows(monkeypatch, ROW, RuntimeError("RESOURCE_EXHAUSTED: no memory\nmore"), ROW)
+    assert main([*BATCHES, "1,2,4", "--json", str(file)]) == 1
+    assert "R 2 H 1 q 1 1K          RuntimeError: RESOURCE_EXHAUSTED: no memory\n" in capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert ["error" in row for row in record["decode"]] == [False, True, False]
+    assert report.markdown(record).count("\n| R ") == 2
+
+
+def test_a_peer_that_fails_leaves_the_others(short_chains):
+    class Peers:
+        def decode(self, variant, queries, arrays, statics):
+            if variant == "amd gfx950":
+                raise TypeError("no such launch")
+            method = profiling.GRAPH if variant == "amd" else profiling.HOST_CLOCK
+            return profiling.DeviceTime(8.0, {}, method), np.zeros((1, 1, 16), np.int32)
+
+    shape = shapes.DecodeShape(1, 1, 1, 256)
+    row = rows.decode_row(shape, None, profiling.Ceiling(1.0, profiling.HOST_CLOCK), Peers(), None)
+    assert row["peers_us"] == {"amd": 8.0, "common": 8.0}
+    assert row["peer_errors"] == {"amd gfx950": "TypeError: no such launch"}
+    assert row["ids_equal"]["amd"] == 1 / 16  # ours are 0 and 1, theirs 0 sixteen times
+    # Device time is not compared with the host's clock: the ratio is that of "common".
+    assert row["best_peer_over_ours"] == pytest.approx(8.0 / row["call_us"])
+    assert profiling.DeviceTime(8.0, {}, profiling.GRAPH).over(profiling.DeviceTime(4.0, {})) == 2.0
+    assert profiling.DeviceTime(8.0, {}).over(profiling.DeviceTime(4.0, {}, profiling.HOST_CLOCK)) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "share"),
+    [([3, 1, 2, -1], 1.0), ([4, 1, 2, -1], 0.75), ([1, 2, -1, -1], 0.75), ([0, 1, 2, 3], 0.75), ([-1] * 4, 0.25)],
+)
+def test_share_of_equal_ids(theirs, share):
+    assert rows.same_ids(np.array([[theirs]]), np.array([[[1, 2, 3, -1]]])) == share
 
 
 @pytest.mark.parametrize(
@@ -141,10 +250,29 @@ def test_bad_arguments(arguments, capsys):
     assert "usage: python -m m3_pallas" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--table", "--heads", "1", "--query-len", "2"], "--table has its own shapes; leave out --heads, --query-len"),
+        (
+            ["--call", "prefill", "--contexts", "1K", "--tokens", "8K"],
+            "no context of (1024,) holds a chunk of --tokens",
+        ),
+        (["--json", "missing/bench.json"], "cannot write missing/bench.json: its folder does not exist"),
+        (["--plot", "missing/bench.png"], "cannot write missing/bench.png: its folder does not exist"),
+        (["--vllm", "missing"], "missing holds no MiniMax-M3 indexer of vLLM"),
+    ],
+)
+def test_what_cannot_start_says_so_before_measuring(arguments, problem, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments]) == 2
+    assert f"m3_pallas bench: {problem}" in capsys.readouterr().err
+
+
 def test_too_little_memory(capsys, monkeypatch):
     monkeypatch.setattr(environment, "memory_bytes", lambda: 10**9)
     assert main(["bench", "--requests", "64", "--contexts", "1M", "--heads", "1"]) == 2
-    assert "R 64 H 1 q 1 1M needs 51.5 GB and 1.0 GB are free: ask for less" in capsys.readouterr().err
+    assert "R 64 H 1 q 1 1M needs 51.5 GB and 1.0 GB may be used: ask for less" in capsys.readouterr().err
     fits, large = shapes.DecodeShape(1, 1, 1, 2**20), shapes.DecodeShape(8, 1, 1, 2**20)
     assert bench.fitting([fits, large], 10**9, explicit=False) == [fits]
     assert "left out, too large for this memory: R 8 H 1 q 1 1M" in capsys.readouterr().out
@@ -153,30 +281,65 @@ def test_too_little_memory(capsys, monkeypatch):
     assert bench.fitting([large], None, explicit=True) == [large]
 
 
-def test_bench_table_is_that_of_the_docs():
-    options = bench.argparse.Namespace(table=True, call="all")
-    assert tuple(map(tuple, bench.wanted(options))) == (shapes.DECODE, shapes.PREFILL)
+def test_memory_of_a_prefill_shape():
+    """Keys of 2 KiB tokens of 256 bytes three times; scores of 16 blocks for twelve calls of 2 * 512 rows."""
+    assert shapes.PrefillShape(2, 512, 1536).needed == 3 * 2048 * 256 + 12 * 2 * 512 * 16 * 4
+
+
+def test_table_is_that_of_the_docs():
+    text = (pathlib.Path(__file__).parents[1] / "docs" / "performance.md").read_text()
+    text = {section.split("\n")[0]: section for section in text.split("\n## ")}
+    options = bench.argparse.Namespace(
+        table=True, call="all", requests=None, heads=None, contexts=None, tokens=None, query_len=1
+    )  # fmt: skip
+    decode, prefill = bench.wanted(options)
+    rows = re.findall(r"^\| (R \d+ H \d+ q \d+ \d+[KM]) ", text["Decode on an H200: measured"], re.M)
+    assert list(map(str, decode)) == rows
+    rows = re.findall(r"^\| (\d) \| (\d+) \| (\d+) \|", text["Prefill on an H200: measured"], re.M)
+    assert [(str(s.heads), str(s.tokens), str(s.prefix)) for s in prefill] == rows
+
+
+def event(name, start, end):
+    return types.SimpleNamespace(name=name, start_ns=start, duration_ns=end - start)
+
+
+def trace(replays):
+    """Planes of a trace of two calls of two kernels a replay, 3 and 1 us inside, 1 us apart; the first is slower."""
+    events = []
+    for replay in range(replays):
+        for call in range(2):
+            start = replay * 1e6 + call * 6000
+            slow = 500.0 if replay == 0 else 0.0
+            events += [event("m3_score", start, start + 3000 + slow), event("m3_select", start + 4000, start + 5000)]
+    lines = [types.SimpleNamespace(name=name, events=own) for name, own in (("Stream #1", events), ("XLA Ops", events))]
+    host = types.SimpleNamespace(name="/host:CPU", lines=lines)
+    return [host, types.SimpleNamespace(name="/device:GPU:1", lines=lines[:1]),
+            types.SimpleNamespace(name="/device:GPU:0", lines=lines)]  # fmt: skip
+
+
+def timed(monkeypatch, *traces):
+    """`device_time` of three replays whose traces are these, one after the other."""
+    left = list(traces)
+    monkeypatch.setattr(profiling, "_kernel_events", lambda folder: profiling.device_events(left.pop(0)))
+    monkeypatch.setattr(profiling, "HOST_CHAIN_SECONDS", 0.01)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    return profiling.device_time(lambda: jax.numpy.zeros(()), calls=2, replays=3)
 
 
 def test_device_time_of_a_trace(monkeypatch):
-    """Two calls of two kernels a replay, 3 and 1 us inside, 1 us apart; the first replay is slower and left out."""
-    events = []
-    for replay, extra in enumerate((500.0, 0.0, 0.0)):
-        for call in range(2):
-            start = replay * 1e6 + call * 6000
-            events += [("m3_score", start, start + 3000 + extra), ("m3_select", start + 4000, start + 5000)]
-    monkeypatch.setattr(profiling, "_kernel_events", lambda folder: events)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    time = profiling.device_time(lambda: jax.numpy.zeros(()), calls=2, replays=3)
+    time = timed(monkeypatch, trace(3))
     assert time == profiling.DeviceTime(span=5.5, kernels={"m3_score": 3.0, "m3_select": 1.0})
     assert rows.part(time, "score") == 3.0
     assert rows.part(time, "merge") is None
 
 
-def test_device_time_of_an_unknown_trace_is_by_the_host(monkeypatch):
-    monkeypatch.setattr(profiling, "_kernel_events", lambda folder: [])
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert profiling.device_time(lambda: jax.numpy.zeros(()), calls=1).method == profiling.HOST_CLOCK
+def test_a_disturbed_trace_is_taken_again(monkeypatch):
+    disturbed, other = trace(3), trace(3)
+    disturbed[-1].lines[0].events.append(event("memset", 5.0, 6.0))
+    other[-1].lines[0].events[3].name = "memset"  # as many events as expected, but other ones
+    assert timed(monkeypatch, disturbed, other, trace(3)).method == profiling.PROFILER
+    assert timed(monkeypatch, disturbed, other, disturbed).method == profiling.HOST_CLOCK
+    assert timed(monkeypatch, [], [], []).method == profiling.HOST_CLOCK
 
 
 def test_a_kernel_that_cannot_serve_says_why_in_the_choice(monkeypatch):
@@ -189,4 +352,6 @@ def test_a_kernel_that_cannot_serve_says_why_in_the_choice(monkeypatch):
     chosen = environment.choice(call)
     assert chosen.implementation == "xla"
     assert "9 heads are above 8" in chosen.reason
+    # Its scores are XLA's, its selection is the kernel's.
+    assert check.chosen_for(case, prefill_inputs(case)) == "xla, pallas_mosaic_tpu"
     assert environment.choices()["decode"] == environment.Choice("pallas_mosaic_tpu", "kernels for tpu")

@@ -1,10 +1,14 @@
 """Compile gates of the decode kernels, with Triton's own backends: no GPU needed."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import m3_pallas
+from m3_pallas import policy
 
 pytest.importorskip("triton", reason="the compile gates need the triton wheel")
 from tests import triton_compile
@@ -47,10 +51,33 @@ def check(report):
         assert report.scratch <= 8  # ptxas keeps one slot in the two-warp selection
 
 
-@pytest.mark.parametrize("query_len", [1, 4])
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("requests", [1, 10, 32, 100], ids=lambda r: f"R{r}")
-@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+# Batch sizes that get each kind of launch of an architecture: balanced, two warps, generic; a wide or narrow selection.
+REQUESTS = {"gfx942": (32,), "gfx950": (1, 32, 100), "sm_90": (1, 100)}
+HEADS, QUERY_LENS = (1, 2, 4), (1, 4)
+
+
+def launch_kinds(arch, batch_sizes):
+    """Score launches by heads and query length, and selections, with their numbers of programs left out."""
+    kinds = set()
+    for requests, heads, query_len in itertools.product(batch_sizes, HEADS, QUERY_LENS):
+        launch = policy.decode_launch(
+            arch=arch, requests=requests, heads=heads, tokens=requests * query_len, num_blocks=1024, topk=16,
+            head_dim=128, query_dtype="bfloat16", cache_dtype="bfloat16", max_decode_query_len=query_len,
+        )  # fmt: skip
+        for part, shape in ((launch.score, (heads, query_len)), (launch.selection, ())):
+            fields = {k: v for k, v in dataclasses.asdict(part).items() if k not in ("num_chunks", "budget")}
+            kinds.add((type(part), shape, *fields.items()))
+    return kinds
+
+
+@pytest.mark.parametrize("arch", REQUESTS)
+def test_every_kind_of_launch_is_compiled(arch):
+    assert launch_kinds(arch, REQUESTS[arch]) == launch_kinds(arch, range(1, 257))
+
+
+@pytest.mark.parametrize("query_len", QUERY_LENS)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("arch", "requests"), [(arch, size) for arch, sizes in REQUESTS.items() for size in sizes])
 def test_score(arch, requests, heads, query_len):
     score, selection = compile_decode(arch, requests, heads, query_len, 128 * 1024)
     one_column = heads == query_len == 1

@@ -6,6 +6,7 @@ import pytest
 from m3_pallas import reference
 from m3_pallas.measure import calls, cases
 from m3_pallas.measure.cases import CASES, Decode, Prefill, decode_inputs, prefill_inputs
+from tests.conftest import IMPLEMENTATIONS
 
 GOLDEN = cases.golden()
 DECODE = [name for name, case in CASES.items() if isinstance(case, Decode)]
@@ -61,9 +62,10 @@ def test_oracle_table(name):
         assert length == GOLDEN[f"{name}/sparse_context_lens"][row]
 
 
+@pytest.mark.parametrize("chosen", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", DECODE)
-def test_decode(name, options):
-    result = calls.decode(CASES[name], **options)
+def test_decode(name, chosen):
+    result = calls.decode(CASES[name], **IMPLEMENTATIONS[chosen])
     if name in WITH_TABLE:
         np.testing.assert_array_equal(result.sparse_block_table, GOLDEN[f"{name}/sparse_block_table"])
         np.testing.assert_array_equal(result.sparse_context_lens, GOLDEN[f"{name}/sparse_context_lens"])
@@ -74,10 +76,11 @@ def test_decode(name, options):
         assert_ids(result, name)
 
 
+@pytest.mark.parametrize("chosen", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", PREFILL)
-def test_prefill(name, options):
+def test_prefill(name, chosen):
     inputs = prefill_inputs(CASES[name])
-    score, ids = calls.prefill(CASES[name], inputs, **options)
+    score, ids = calls.prefill(CASES[name], inputs, **IMPLEMENTATIONS[chosen])
     expected, expected_ids = calls.prefill_oracle(CASES[name], inputs)
     tolerance = calls.score_tolerance(inputs["idx_q"], inputs["index_kv_cache"])
     calls.assert_scores(score, expected, tolerance)

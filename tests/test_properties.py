@@ -1,17 +1,17 @@
 """Properties of the answers, over drawn inputs. Small integers as values make ties common and sums exact."""
 
 import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import m3_pallas
 from m3_pallas import reference
-from tests.conftest import IMPLEMENTATIONS
+from tests.conftest import DISTINCT
 
 BLOCKS, DIM, PAGES = 5, 16, 12  # widths are fixed, so that few programs are compiled
 SPECIAL = [
@@ -53,7 +53,7 @@ def test_every_implementation_equals_the_oracle(batch, forced):
     expected = reference.index_decode(
         *batch, topk=4, init_blocks=init_blocks, local_blocks=local_blocks, decode_query_len=2
     )[0]
-    for options in IMPLEMENTATIONS.values():
+    for options in DISTINCT.values():
         actual = decode(*batch, init_blocks=init_blocks, local_blocks=local_blocks, options=tuple(options.items()))
         np.testing.assert_array_equal(actual, expected)
 
@@ -148,17 +148,22 @@ def prefill(*arrays, call, options=()):
 def test_ragged_prefill_equals_the_oracle(arrays):
     score = reference.index_score(*arrays, max_seq_len=BLOCKS * 128)
     ids = reference.index_topk(score, arrays[3], arrays[5], topk=4, init_blocks=1, local_blocks=1)
-    for options in IMPLEMENTATIONS.values():
+    for options in DISTINCT.values():
         options = tuple(options.items())
         actual = prefill(*arrays, call="two", options=options)
         np.testing.assert_array_equal(actual[0], score)  # sums of small integers are exact
         np.testing.assert_array_equal(actual[1], ids)
 
 
-@settings(max_examples=6)
-@given(chunks(), st.sampled_from([1, 5, 24]))
-def test_combined_prefill_in_slices_of_any_size(arrays, rows):
-    expected = prefill(*arrays, call="two")[1]
-    with mock.patch.object(m3_pallas.prefill, "SLICE_BYTES", rows * 4 * 2 * 16):
-        jax.clear_caches()
-        np.testing.assert_array_equal(prefill(*arrays, call="combined"), expected)
+@pytest.mark.parametrize("rows", [1, 5, 24])
+def test_combined_prefill_in_slices_of_any_size(rows, monkeypatch):
+    monkeypatch.setattr(m3_pallas.prefill, "SLICE_BYTES", rows * 4 * 2 * 16)
+    jax.clear_caches()
+
+    @settings(max_examples=6)
+    @given(chunks())
+    def equals_two_calls(arrays):
+        np.testing.assert_array_equal(prefill(*arrays, call="combined"), prefill(*arrays, call="two")[1])
+
+    equals_two_calls()
+    jax.clear_caches()

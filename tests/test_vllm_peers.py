@@ -104,8 +104,8 @@ def test_a_jax_triton_that_cannot_gives_way(tree, jax_triton, monkeypatch):
 @pytest.mark.parametrize(("variant", "policy"), [("amd", 0), ("amd gfx950", 2), ("common", 0)])
 def test_calls_become_launches(tree, jax_triton, variant, policy):
     vllm_jax = importlib.import_module("m3_pallas.measure.vllm_jax")
-    peers = vllm_jax.JaxTritonPeers(tree)
     before = set(sys.modules)
+    peers = vllm_jax.JaxTritonPeers(tree)
     run = peers.chain(variant, "minimax_m3_index_decode", (128, 4))
     queries = tuple(jnp.zeros((6, 2, 128), jnp.bfloat16) for _ in range(3))
     rest = (jnp.zeros((1, 128, 128), jnp.bfloat16), jnp.zeros((6, 1), jnp.int32), jnp.zeros(6, jnp.int32))

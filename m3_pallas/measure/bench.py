@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import importlib.util
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -18,12 +20,11 @@ import jax
 
 from m3_pallas import implementations
 from m3_pallas.measure import environment, profiling, progress, report, rows, shapes, vllm
-from m3_pallas.measure.check import write_json
+from m3_pallas.measure.output import check_folder, describe, write_json
 from m3_pallas.measure.shapes import DecodeShape, K, M, PrefillShape
 
 HEADS = (4, 2, 1)  # index heads a device at tensor parallelism 1, 2 and 4
-WORKING_SETS = 3  # a shape is measured in at most this many times its bytes
-INTERRUPTED = 130
+DIFFERENT, CANNOT_START, INTERRUPTED = 1, 2, 130  # exit statuses
 Row = dict[str, Any]
 
 
@@ -58,18 +59,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(options: argparse.Namespace) -> tuple[list[DecodeShape], list[PrefillShape]]:
-    """All shapes that were asked for, whether or not they fit."""
+    """All shapes that were asked for, whether or not they fit.
+
+    Raises:
+      ValueError: if the options ask for none.
+    """
+    shape_options = ("requests", "heads", "contexts", "tokens")
     if options.table:
-        decode, prefill = shapes.DECODE, shapes.PREFILL
+        given = [name for name in shape_options if getattr(options, name)] + ["query-len"] * (options.query_len != 1)
+        if given:
+            raise ValueError(f"--table has its own shapes; leave out --{', --'.join(given)}")
+        decode, prefill = list(shapes.DECODE), list(shapes.PREFILL)
     else:
         on_cpu = jax.default_backend() == "cpu"
         heads = options.heads or HEADS
         contexts = options.contexts or ((8 * K, 32 * K) if on_cpu else (8 * K, 128 * K, M))
         requests = options.requests or ((1, 4) if on_cpu else (1, 16, 64, 256))
-        tokens = options.tokens or ((512,) if on_cpu else (2 * K, 8 * K))
+        default = (512,) if on_cpu else (2 * K, 8 * K)
+        chunks = [
+            (context, tokens)
+            for context in contexts
+            for tokens in options.tokens or sorted({min(tokens, context) for tokens in default})
+            if tokens <= context
+        ]
         decode = [DecodeShape(r, h, options.query_len, c) for h in heads for c in contexts for r in requests]
-        prefill = [PrefillShape(h, t, c - t) for h in heads for c in contexts for t in tokens if t <= c]
-    return list(decode) if options.call != "prefill" else [], list(prefill) if options.call != "decode" else []
+        prefill = [PrefillShape(h, tokens, context - tokens) for h in heads for context, tokens in chunks]
+        if options.call != "decode" and not prefill:
+            raise ValueError(f"no context of {contexts} holds a chunk of --tokens {options.tokens}")
+    return decode if options.call != "prefill" else [], prefill if options.call != "decode" else []
 
 
 def fitting(asked: Sequence[Any], memory: int | None, *, explicit: bool) -> list[Any]:
@@ -78,12 +95,12 @@ def fitting(asked: Sequence[Any], memory: int | None, *, explicit: bool) -> list
     Raises:
       MemoryError: if none does, or if one that was asked for by its numbers does not.
     """
-    too_large = [shape for shape in asked if memory is not None and WORKING_SETS * shape.bytes > memory]
+    too_large = [shape for shape in asked if memory is not None and shape.needed > memory]
     if too_large and (explicit or len(too_large) == len(asked)):
         shape = too_large[0]
         assert memory is not None
         raise MemoryError(
-            f"{shape} needs {WORKING_SETS * shape.bytes / 1e9:.1f} GB and {memory / 1e9:.1f} GB are free: "
+            f"{shape} needs {shape.needed / 1e9:.1f} GB and {memory / 1e9:.1f} GB may be used: "
             "ask for less with --requests, --contexts or --tokens"
         )
     if too_large:
@@ -92,58 +109,97 @@ def fitting(asked: Sequence[Any], memory: int | None, *, explicit: bool) -> list
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a row a shape as it is measured; 0, 2 if it cannot start, 130 if it was interrupted."""
+    """Print a row a shape as it is measured.
+
+    Returns:
+      0; 1 if a row failed or its answers differ; 2 if it cannot start; 130 if it was interrupted.
+    """
     memory = environment.memory_bytes()
-    explicit = bool(options.requests or options.contexts or options.tokens)
-    decode, prefill = wanted(options)
     try:
-        decode, prefill = (fitting(asked, memory, explicit=explicit) for asked in (decode, prefill))
+        check_outputs(options)
+        decode, prefill = wanted(options)
+        decode = fitting(decode, memory, explicit=bool(options.requests or options.contexts))
+        prefill = fitting(prefill, memory, explicit=bool(options.tokens or options.contexts))
         peers = None if options.vllm is None else vllm.peers(options.vllm)
-    except (MemoryError, FileNotFoundError, ImportError) as error:
+    except (ImportError, MemoryError, OSError, ValueError) as error:
         print(f"m3_pallas bench: {error}", file=sys.stderr)
-        return 2
+        return CANNOT_START
     record = environment.describe() | {"date": datetime.date.today().isoformat(), "topk": shapes.TOPK}
     environment.print_description(record)
+    if options.implementation is not None:
+        print(f"asked for: {options.implementation}")
     if peers is not None:
         record["peers"] = {"through": peers.name, **peers.versions()}
         print("vLLM's kernels through " + ", ".join(f"{k} {v}" for k, v in record["peers"].items() if k != "through"))
-    record |= {"decode": [], "prefill": [], "interrupted": False}
+    record |= {"asked_for": options.implementation, "decode": [], "prefill": [], "interrupted": False}
+    save = functools.partial(write_record, options.json, record)
     try:
-        measure(record, decode, prefill, options.implementation, peers, memory)
+        measure(record, decode, prefill, options.implementation, peers, memory, save)
     except KeyboardInterrupt:
         record["interrupted"] = True
         print("\ninterrupted: the rows above are finished")
-    record["geometric_means"] = report.geometric_means(record)
+    finally:
+        save()
     for name, value in record["geometric_means"].items():
         print(f"geometric mean, {name}: {value:.2f}")
-    if options.json is not None:
-        write_json(options.json, record)
-    if options.plot is not None and record["decode"] + record["prefill"]:
+    if options.plot is not None and any(map(report.finished, (record["decode"], record["prefill"]))):
         report.plot(record, options.plot)
-    return INTERRUPTED if record["interrupted"] else 0
+    if record["interrupted"]:
+        return INTERRUPTED
+    rows_done = record["decode"] + record["prefill"]
+    return DIFFERENT if any("error" in row or not row.get("combined_equal", True) for row in rows_done) else 0
 
 
-def measure(record: Row, decode, prefill, implementation, peers, memory) -> None:
+def check_outputs(options: argparse.Namespace) -> None:
+    """Before anything is measured: can the record be written and the plot drawn?
+
+    Raises:
+      FileNotFoundError: if a folder is missing.
+      ImportError: if matplotlib is.
+    """
+    check_folder(options.json)
+    check_folder(options.plot)
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib (extra `bench`)")
+
+
+def write_record(file: pathlib.Path | None, record: Row) -> None:
+    """Geometric means of what is finished, and all of it to `file` if there is a row: no earlier record is emptied."""
+    record["geometric_means"] = report.geometric_means(record)
+    if file is not None and record["decode"] + record["prefill"]:
+        write_json(file, record)
+
+
+def measure(record: Row, decode, prefill, implementation, peers, memory, save: Callable[[], None]) -> None:
     """Add the ceilings and the rows to `record`, one after the other."""
     on_cpu = jax.default_backend() == "cpu"
     if decode:
-        record["read_ceiling_gb_per_s"] = ceiling = profiling.read_ceiling(1 << 28 if on_cpu else 2 << 30)
-        print(f"\nread ceiling {ceiling:.0f} GB/s\n{report.DECODE_HEAD}")
-        each(record["decode"], decode, "decode", report.decode_line, lambda shape: rows.decode_row(
-            shape, implementation, ceiling, peers, memory
-        ))  # fmt: skip
+        ceiling = profiling.read_ceiling(1 << 28 if on_cpu else 2 << 30)
+        record |= {"read_ceiling_gb_per_s": ceiling.value, "read_ceiling_method": ceiling.method}
+        print(f"\nread ceiling {ceiling.value:.0f} GB/s ({ceiling.method})\n{report.DECODE_HEAD}")
+        measured = functools.partial(
+            rows.decode_row, implementation=implementation, ceiling=ceiling, peers=peers, memory=memory
+        )
+        each(record["decode"], decode, "decode", report.decode_line, measured, save)
     if prefill:
-        chosen = implementation or record["implementations"]["prefill"]["implementation"]
-        record["matrix_ceiling_tflop_per_s"] = top = profiling.matrix_ceiling(1024 if on_cpu else 8192)
-        print(f"\nmatrix ceiling {top:.2f} TFLOP/s\n{report.PREFILL_HEAD}")
-        each(record["prefill"], prefill, "prefill", report.prefill_line, lambda shape: rows.prefill_row(
-            shape, implementation, top, peers, compare_portable=chosen != "xla"
-        ))  # fmt: skip
+        ceiling = profiling.matrix_ceiling(1024 if on_cpu else 8192)
+        record |= {"matrix_ceiling_tflop_per_s": ceiling.value, "matrix_ceiling_method": ceiling.method}
+        print(f"\nmatrix ceiling {ceiling.value:.2f} TFLOP/s ({ceiling.method})\n{report.PREFILL_HEAD}")
+        measured = functools.partial(
+            rows.prefill_row, implementation=implementation, ceiling=ceiling, peers=peers, memory=memory
+        )
+        each(record["prefill"], prefill, "prefill", report.prefill_line, measured, save)
 
 
 def each(
-    done: list[Row], asked: Sequence[Any], label: str, line: Callable[[Row], str], row: Callable[[Any], Row]
-) -> None:
+    done: list[Row], asked: Sequence[Any], label: str, line: Callable[[Row], str], row: Callable[[Any], Row],
+    save: Callable[[], None],
+) -> None:  # fmt: skip
+    """A row for each shape, saved as it comes; a shape that fails leaves its error and the other rows."""
     for shape in progress.bar(asked, label):
-        done.append(row(shape))
-        print(line(done[-1]), flush=True)
+        try:
+            done.append(row(shape))
+        except Exception as error:
+            done.append({"shape": str(shape), "error": describe(error)})
+        progress.say(line(done[-1]))
+        save()

@@ -40,11 +40,14 @@ def decode_oracle(case: Decode, inputs: dict | None = None) -> tuple[np.ndarray,
     )
 
 
-def prefill(case: Prefill, inputs: dict | None = None, **options) -> tuple[jax.Array, jax.Array]:
-    """Scores of `minimax_m3_index_score` and ids of `minimax_m3_index_topk` on a case."""
-    inputs = prefill_inputs(case) if inputs is None else inputs
-    score = m3_pallas.minimax_m3_index_score(**inputs, num_kv_heads=case.heads, **options)
-    ids = m3_pallas.minimax_m3_index_topk(
+def prefill_score(case: Prefill, inputs: dict, **options) -> jax.Array:
+    """Scores of `minimax_m3_index_score` on a case."""
+    return m3_pallas.minimax_m3_index_score(**inputs, num_kv_heads=case.heads, **options)
+
+
+def prefill_topk(case: Prefill, inputs: dict, score, **options) -> jax.Array:
+    """Ids of `minimax_m3_index_topk` on a case."""
+    return m3_pallas.minimax_m3_index_topk(
         score,
         inputs["cu_seqlens_q"],
         inputs["prefix_lens"],
@@ -54,7 +57,13 @@ def prefill(case: Prefill, inputs: dict | None = None, **options) -> tuple[jax.A
         case.local_blocks,
         **options,
     )
-    return score, ids
+
+
+def prefill(case: Prefill, inputs: dict | None = None, **options) -> tuple[jax.Array, jax.Array]:
+    """Scores and ids of the two calls on a case."""
+    inputs = prefill_inputs(case) if inputs is None else inputs
+    score = prefill_score(case, inputs, **options)
+    return score, prefill_topk(case, inputs, score, **options)
 
 
 def prefill_oracle(case: Prefill, inputs: dict | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
+import functools
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from m3_pallas import implementations
 from m3_pallas.measure import calls, cases, environment, progress, tiny_m3
 from m3_pallas.measure.cases import CASES, Decode, Prefill
+from m3_pallas.measure.output import check_folder, describe, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +23,17 @@ class Outcome:
     """How one case went.
 
     Attributes:
-      implementation: what `implementation=None` runs for it.
+      implementation: what runs for it, by `implementation=None` or by name; of prefill's two calls both if they differ.
       rows: rows of ids compared.
       problem: what differs, or the exception; empty if all agree.
+      not_served: why the implementation that was asked for cannot serve it; empty if it can.
     """
 
     name: str
     implementation: str
-    rows: int
-    problem: str
+    rows: int = 0
+    problem: str = ""
+    not_served: str = ""
 
 
 def all_cases() -> list[tuple[str, Decode | Prefill, dict]]:
@@ -39,16 +43,31 @@ def all_cases() -> list[tuple[str, Decode | Prefill, dict]]:
 
 def run_case(name: str, case: Decode | Prefill, inputs: dict, options: dict[str, Any]) -> Outcome:
     """Run one case compiled, and compare ids, -inf mask, scores and page-16 tables."""
-    call: Callable[..., Any] = calls.decode if isinstance(case, Decode) else calls.prefill
     chosen = options.get("implementation")
-    rows = 0
     try:
         if chosen is None:
-            chosen = environment.choice(lambda **named: call(case, inputs, **named)).implementation
-        problems, rows = compare(name, case, inputs, call(case, inputs, **options))
+            chosen = chosen_for(case, inputs)
+        call: Callable[..., Any] = calls.decode if isinstance(case, Decode) else calls.prefill
+        result = call(case, inputs, **options)
+        problems, rows = compare(name, case, inputs, result)
+    except NotImplementedError as error:
+        return Outcome(name, chosen or "?", not_served=str(error))
     except Exception as error:  # whatever a device does, the table says it
-        problems = [f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"]
-    return Outcome(name, chosen or "?", rows, "; ".join(problems))
+        return Outcome(name, chosen or "?", problem=describe(error))
+    return Outcome(name, chosen, rows, "; ".join(problems))
+
+
+def chosen_for(case: Decode | Prefill, inputs: dict) -> str:
+    """What `implementation=None` runs for a case."""
+    if isinstance(case, Decode):
+        parts = [functools.partial(calls.decode, case, inputs)]
+    else:
+        score = np.zeros((case.heads, len(inputs["idx_q"]), inputs["block_table"].shape[1]), np.float32)
+        parts = [
+            functools.partial(calls.prefill_score, case, inputs),
+            functools.partial(calls.prefill_topk, case, inputs, score),
+        ]
+    return ", ".join(dict.fromkeys(environment.choice(part).implementation for part in parts))
 
 
 def compare(name: str, case: Decode | Prefill, inputs: dict, result: Any) -> tuple[list[str], int]:
@@ -73,28 +92,47 @@ def compare(name: str, case: Decode | Prefill, inputs: dict, result: Any) -> tup
 
 
 def differing(what: str, actual: Any, expected: np.ndarray) -> list[str]:
-    unequal = int(np.sum(np.any(np.asarray(actual) != expected, axis=-1)))
-    return [f"{what}: {unequal} of {np.prod(expected.shape[:-1], dtype=int)} rows differ"] if unequal else []
+    """Rows of the last axis that are not equal, or entries of a vector."""
+    different = np.asarray(actual) != expected
+    if different.ndim > 1:
+        different = different.any(-1)
+    return [f"{what}: {different.sum()} of {different.size} rows differ"] if different.any() else []
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a table; 0 if every case agrees, else 1."""
-    record = environment.describe()
+    """Print a table.
+
+    Returns:
+      0 if every case agrees; with --implementation, every case that it serves, and it serves one. 1 if not, 2 if the
+      record cannot be written, 130 if interrupted.
+    """
+    try:
+        check_folder(options.json)
+    except FileNotFoundError as error:
+        print(f"m3_pallas check: {error}", file=sys.stderr)
+        return 2
+    record = environment.describe() | {"asked_for": options.implementation, "interrupted": False}
     environment.print_description(record)
     named = {} if options.implementation is None else {"implementation": options.implementation}
-    outcomes = [run_case(*case, named) for case in progress.bar(all_cases(), "check")]
+    outcomes: list[Outcome] = []
+    try:
+        for case in progress.bar(all_cases(), "check"):
+            outcomes.append(run_case(*case, named))
+    except KeyboardInterrupt:
+        record["interrupted"] = True
     print(f"\n{'case':<28}{'implementation':<20}{'rows':>6}  result")
     for outcome in outcomes:
-        print(f"{outcome.name:<28}{outcome.implementation:<20}{outcome.rows:>6}  {outcome.problem or 'equal'}")
-    failed = sum(bool(outcome.problem) for outcome in outcomes)
-    print(f"\n{len(outcomes) - failed} of {len(outcomes)} cases equal the oracle on {record['device']}")
-    if options.json is not None:
+        result = outcome.problem or (outcome.not_served and f"not served: {outcome.not_served}") or "equal"
+        print(f"{outcome.name:<28}{outcome.implementation:<20}{outcome.rows:>6}  {result}")
+    served = [outcome for outcome in outcomes if not outcome.not_served]
+    failed = sum(bool(outcome.problem) for outcome in served)
+    print(f"\n{len(served) - failed} of {len(served)} cases equal the oracle on {record['device']}", end="")
+    print(f", {len(outcomes) - len(served)} not served" if len(served) < len(outcomes) else "")
+    if record["interrupted"]:
+        print("interrupted: the other cases have not run")
+    if options.json is not None and outcomes:
         write_json(options.json, record | {"cases": [dataclasses.asdict(o) for o in outcomes], "failed": failed})
-    return 1 if failed else 0
-
-
-def write_json(file: pathlib.Path, record: dict[str, Any]) -> None:
-    file.write_text(json.dumps(record, indent=1) + "\n")
+    return 130 if record["interrupted"] else int(failed > 0 or not served)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

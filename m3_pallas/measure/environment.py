@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+import pathlib
 import platform
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ from m3_pallas import implementations
 from m3_pallas.measure import shapes
 from m3_pallas.triton import device as triton_device
 
-MEMORY_SHARE = 0.8  # of the device's memory that may be used
+MEMORY_SHARE = 0.8  # of the free memory that may be used
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +72,25 @@ def choices() -> dict[str, Choice]:
 
 
 def memory_bytes() -> int | None:
-    """Memory that the device's arrays may take, or None where JAX does not say."""
+    """Bytes that the device's arrays may still take, or None where nobody says."""
     if jax.default_backend() == "cpu":
-        return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
-    stats = jax.local_devices()[0].memory_stats()
-    return int(MEMORY_SHARE * stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+        try:
+            lines = pathlib.Path("/proc/meminfo").read_text().splitlines()
+        except OSError:
+            return None
+        kib = dict(line.split(":") for line in lines).get("MemAvailable", "").split()
+        return int(MEMORY_SHARE * 1024 * int(kib[0])) if kib else None
+    stats = jax.local_devices()[0].memory_stats() or {}
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    return int(MEMORY_SHARE * free) if free > 0 else None
 
 
 def describe() -> dict[str, Any]:
     """The head of every record."""
     device = jax.local_devices()[0]
     lowered_for = lowering_platform()
-    architecture = triton_device.architecture(lowered_for) if lowered_for in ("cuda", "rocm") else platform.machine()
+    architectures = {"cpu": platform.machine(), "tpu": device.device_kind}
+    architecture = architectures.get(lowered_for) or triton_device.architecture(lowered_for)
     return {
         "device": device.device_kind,
         "platform": lowered_for,

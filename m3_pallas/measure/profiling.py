@@ -12,17 +12,26 @@ import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-PROFILER, HOST_CLOCK = "profiler", "host clock"
+Event: TypeAlias = tuple[str, float, float]  # name, start and end in ns
+PROFILER, GRAPH, HOST_CLOCK = "profiler", "graph replay", "host clock"
 # The lines of a trace that hold what ran on the device, by what the plane's name contains.
 DEVICE_LINES = {"/device:GPU": "Stream", "/device:TPU": "XLA Ops"}
 HOST_CHAIN_SECONDS = 0.3
+TRACES = 3  # attempts at a trace whose replays are alike
+
+
+class Ceiling(NamedTuple):
+    """What the device reaches at best: GB/s or TFLOP/s, and by which clock."""
+
+    value: float
+    method: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +40,17 @@ class DeviceTime:
 
     Attributes:
       span: from the first kernel's start to the last one's end, gaps included.
-      kernels: time inside each kernel, by name; empty by the host's clock.
-      method: `PROFILER` or `HOST_CLOCK`.
+      kernels: time inside each kernel, by name; empty without the profiler.
+      method: `PROFILER` or `HOST_CLOCK`; of PyTorch's kernels `GRAPH`, device time too.
     """
 
     span: float
     kernels: dict[str, float]
     method: str = PROFILER
+
+    def over(self, other: DeviceTime) -> float | None:
+        """This span over the other's; None where one is device time and the other is not."""
+        return self.span / other.span if (self.method == HOST_CLOCK) == (other.method == HOST_CLOCK) else None
 
 
 def device_time(function: Callable[..., Any], *arguments: Any, calls: int, replays: int = 7) -> DeviceTime:
@@ -49,23 +62,30 @@ def device_time(function: Callable[..., Any], *arguments: Any, calls: int, repla
         jax.block_until_ready(function(*arguments))
     if jax.default_backend() == "cpu":
         return _host_time(function, arguments, calls)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(replays):
-                jax.block_until_ready(function(*arguments))
-        events = _kernel_events(pathlib.Path(folder))
-    if not events or len(events) % replays:
-        # A platform whose trace is laid out otherwise, or did something else meanwhile.
+    for _ in range(TRACES):
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(replays):
+                    jax.block_until_ready(function(*arguments))
+            chunks = _replays_of(_kernel_events(pathlib.Path(folder)), replays)
+        if chunks is not None:
+            break
+    else:  # a platform whose trace is laid out otherwise, or that did something else meanwhile
         return _host_time(function, arguments, calls)
-    size = len(events) // replays
-    chunks = [events[i * size : (i + 1) * size] for i in range(1, replays)]  # the first replay warms the profiler up
     spans = [(max(end for _, _, end in chunk) - chunk[0][1]) / calls / 1e3 for chunk in chunks]
-    names = sorted({name for name, _, _ in events})
     inside = {
         name: statistics.median(sum(e - s for n, s, e in chunk if n == name) for chunk in chunks) / calls / 1e3
-        for name in names
+        for name in sorted({name for name, _, _ in chunks[0]})
     }
     return DeviceTime(statistics.median(spans), inside)
+
+
+def _replays_of(events: list[Event], replays: int) -> list[list[Event]] | None:
+    """The events of each replay but the first, which warms the profiler up; None unless all ran the same kernels."""
+    size = len(events) // replays
+    chunks = [events[i * size : (i + 1) * size] for i in range(replays)]
+    alike = {tuple(sorted(name for name, _, _ in chunk)) for chunk in chunks}
+    return chunks[1:] if size and size * replays == len(events) and len(alike) == 1 else None
 
 
 def _host_time(function: Callable[..., Any], arguments: tuple, calls: int) -> DeviceTime:
@@ -76,15 +96,23 @@ def _host_time(function: Callable[..., Any], arguments: tuple, calls: int) -> De
     spans = []
     for _ in range(5):
         start = time.perf_counter()
-        jax.block_until_ready([function(*arguments) for _ in range(length)][-1])
+        last = function(*arguments)
+        for _ in range(length - 1):
+            last = function(*arguments)  # only the last result is kept
+        jax.block_until_ready(last)
         spans.append((time.perf_counter() - start) / length / calls * 1e6)
     return DeviceTime(min(spans), {}, HOST_CLOCK)
 
 
-def _kernel_events(folder: pathlib.Path) -> list[tuple[str, float, float]]:
-    """Name, start and end in ns of everything that ran on the first device, by start."""
+def _kernel_events(folder: pathlib.Path) -> list[Event]:
+    """Everything that ran on the first device, by start."""
     [path] = folder.rglob("*.xplane.pb")
-    for plane in sorted(jax.profiler.ProfileData.from_file(str(path)).planes, key=lambda plane: plane.name):
+    return device_events(jax.profiler.ProfileData.from_file(str(path)).planes)
+
+
+def device_events(planes: Iterable[Any]) -> list[Event]:
+    """What the first device's plane of a trace holds, by start."""
+    for plane in sorted(planes, key=lambda plane: plane.name):
         for device, line_name in DEVICE_LINES.items():
             if device in plane.name:
                 lines = [line for line in plane.lines if line_name in line.name]
@@ -94,22 +122,24 @@ def _kernel_events(folder: pathlib.Path) -> list[tuple[str, float, float]]:
     return []
 
 
-def read_ceiling(num_bytes: int = 2 << 30) -> float:
+def read_ceiling(num_bytes: int = 2 << 30) -> Ceiling:
     """GB/s of XLA's own reductions over `num_bytes`: the better of a bfloat16 maximum and a float32 sum."""
-    best = 0.0
+    best = Ceiling(0.0, HOST_CLOCK)
     for dtype, reduce in (
         (jnp.bfloat16, lambda x: jnp.max(jnp.abs(x), axis=1)),
         (jnp.float32, partial(jnp.sum, axis=1)),
     ):
         values = jnp.ones((8, num_bytes // 8 // jnp.dtype(dtype).itemsize), dtype)
-        best = max(best, num_bytes / device_time(jax.jit(reduce), values, calls=1).span / 1e3)
+        time = device_time(jax.jit(reduce), values, calls=1)
+        best = max(best, Ceiling(num_bytes / time.span / 1e3, time.method))
     return best
 
 
-def matrix_ceiling(size: int = 8192) -> float:
+def matrix_ceiling(size: int = 8192) -> Ceiling:
     """TFLOP/s of one product of `size * size * size` normal bfloat16 numbers."""
     left, right = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
-    return 2 * size**3 / device_time(jax.jit(lambda x, y: x @ y), left, right, calls=1).span / 1e6
+    time = device_time(jax.jit(lambda x, y: x @ y), left, right, calls=1)
+    return Ceiling(2 * size**3 / time.span / 1e6, time.method)
 
 
 def geometric_mean(values: list[float]) -> float:

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+try:
+    from tqdm import tqdm
+except ImportError:
+    tqdm = None
+
 T = TypeVar("T")
+CLEAR = "\r\033[K"  # the line on a terminal
 
 
-def bar(items: Iterable[T], label: str) -> Iterable[T]:
+def bar(items: Sequence[T], label: str) -> Iterator[T]:
     """`items`, with their progress on stderr."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _plain(items, label)
-    return tqdm(items, desc=label, leave=False)
-
-
-def _plain(items: Iterable[T], label: str) -> Iterator[T]:
-    total = len(items) if isinstance(items, Sized) else "?"
+    if tqdm is not None:
+        yield from tqdm(items, desc=label, leave=False)
+        return
     for done, item in enumerate(items):
-        print(f"\r{label}: {done}/{total}", end="", file=sys.stderr, flush=True)
+        print(f"{CLEAR}{label}: {done}/{len(items)}", end="", file=sys.stderr, flush=True)
         yield item
-    print(f"\r{label}: {total}/{total}", file=sys.stderr)
+    print(CLEAR, end="", file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Print a line above the bar."""
+    if tqdm is not None:
+        tqdm.write(text)
+    else:
+        print(CLEAR, end="", file=sys.stderr, flush=True)
+        print(text, flush=True)

@@ -8,10 +8,9 @@ from typing import Any
 from m3_pallas.measure.profiling import HOST_CLOCK, geometric_mean
 
 Row = dict[str, Any]
-COLORS = {1: "tab:blue", 2: "tab:green", 4: "tab:orange"}
 RATIOS = {
     "decode": ("best_peer_over_ours", "xla_way_over_ours"),
-    "prefill": ("best_peer_over_ours_score", "best_peer_over_ours_selection", "portable_over_ours"),
+    "prefill": ("best_peer_over_ours_score", "best_peer_over_ours_selection", "xla_way_over_ours"),
 }
 DECODE_HEAD = (
     f"{'decode':<24}{'score':>8}{'select':>8}{'call us':>10}{'GB/s':>7}{'share':>7}"
@@ -19,7 +18,7 @@ DECODE_HEAD = (
 )
 PREFILL_HEAD = (
     f"{'prefill':<24}{'score':>9}{'top-k':>8}{'combined':>10}{'TFLOP/s':>9}{'share':>7}"
-    f"{'vLLM / ours':>13}{'ids':>7}{'portable / ours':>17}"
+    f"{'vLLM / ours':>13}{'ids':>7}{'XLA way':>10}{'ratio':>7}"
 )
 
 
@@ -29,6 +28,8 @@ def number(value: float | None, width: int, form: str = ".1f") -> str:
 
 
 def decode_line(row: Row) -> str:
+    if "error" in row:
+        return f"{row['shape']:<24}{row['error']}"
     peers = row.get("peers_us", {})
     best = min(peers, key=peers.get) if peers else None
     return (
@@ -41,19 +42,30 @@ def decode_line(row: Row) -> str:
 
 
 def prefill_line(row: Row) -> str:
+    if "error" in row:
+        return f"{row['shape']:<24}{row['error']}"
     ratios = [row.get(f"best_peer_over_ours_{part}") for part in ("score", "selection")]
-    both = "-" if ratios[0] is None else " ".join(f"{ratio:.2f}" for ratio in ratios)
+    both = "-" if None in ratios else " ".join(f"{ratio:.2f}" for ratio in ratios)
     ids = min(row["ids_equal"].values()) if row.get("ids_equal") else None
     return (
         f"{row['shape']:<24}{number(row['score_us'], 9)}{number(row['selection_us'], 8)}"
         f"{number(row['combined_us'], 10)}{number(row['tflop_per_s'], 9, '.2f')}"
         f"{number(row['share_of_ceiling'], 7, '.0%')}{both:>13}{number(ids, 7, '.1%')}"
-        f"{number(row.get('portable_over_ours'), 17, '.2f')}{_label(row)}"
+        f"{number(row.get('xla_way_us'), 10)}{number(row.get('xla_way_over_ours'), 7, '.2f')}{_label(row)}"
     )
 
 
 def _label(row: Row) -> str:
-    return f"  ({HOST_CLOCK})" if row.get("method") == HOST_CLOCK else ""
+    """What the columns do not say."""
+    notes = [HOST_CLOCK] if row.get("method") == HOST_CLOCK else []
+    notes += [] if row.get("combined_equal", True) else ["combined call DIFFERS"]
+    notes += [f"vLLM {variant}: {error}" for variant, error in row.get("peer_errors", {}).items()]
+    return f"  ({'; '.join(notes)})" if notes else ""
+
+
+def finished(rows: list[Row]) -> list[Row]:
+    """Rows that were measured; the others hold an error."""
+    return [row for row in rows if "error" not in row]
 
 
 def geometric_means(record: Row) -> dict[str, float]:
@@ -70,21 +82,24 @@ def geometric_means(record: Row) -> dict[str, float]:
 def markdown(record: Row) -> str:
     """The decode rows, then the prefill rows, as tables."""
     lines = []
-    if record.get("decode"):
-        peers = list(record["decode"][0].get("peers_us", {}))
+    decode, prefill = (finished(record.get(call, [])) for call in ("decode", "prefill"))
+    if decode:
+        peers = list(dict.fromkeys(peer for row in decode for peer in row.get("peers_us", {})))
         lines += _head(["shape", "score", "selection", "call", "GB/s", "share", *peers, "best peer", "XLA way"])
-        for row in record["decode"]:
+        for row in decode:
             cells = [row["shape"], *(number(row[key], 0, ".2f") for key in ("score_us", "selection_us", "call_us"))]
             cells += [f"{row['gb_per_s']:.0f}", f"{row['share_of_ceiling']:.1%}"]
-            cells += [f"{row['peers_us'][peer]:.1f}" for peer in peers]
+            cells += [number(row.get("peers_us", {}).get(peer), 0) for peer in peers]
             cells += [number(row.get(name), 0, ".2f") for name in RATIOS["decode"]]
             lines.append("| " + " | ".join(cells) + " |")
-    if record.get("prefill"):
-        lines += _head(["shape", "score", "top-k", "combined", "TFLOP/s", "share", "score ratio", "top-k ratio"])
-        for row in record["prefill"]:
+    if prefill:
+        lines += _head(
+            ["shape", "score", "top-k", "combined", "TFLOP/s", "share", "score ratio", "top-k ratio", "XLA way"]
+        )
+        for row in prefill:
             cells = [row["shape"], *(f"{row[key]:.1f}" for key in ("score_us", "selection_us", "combined_us"))]
             cells += [f"{row['tflop_per_s']:.0f}", f"{row['share_of_ceiling']:.1%}"]
-            cells += [number(row.get(name), 0, ".2f") for name in RATIOS["prefill"][:2]]
+            cells += [number(row.get(name), 0, ".2f") for name in RATIOS["prefill"]]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -97,29 +112,33 @@ def plot(record: Row, file: pathlib.Path) -> None:
     """Share of the read ceiling over the context, and of the matrix ceiling over the prefill shapes."""
     import matplotlib.pyplot as plt
 
-    calls = [call for call in ("decode", "prefill") if record.get(call)]
+    rows = {call: finished(record.get(call, [])) for call in ("decode", "prefill")}
+    calls = [call for call in rows if rows[call]]
     figure, axes = plt.subplots(1, len(calls), figsize=(7 * len(calls), 4), squeeze=False, layout="constrained")
     for call, ax in zip(calls, axes[0], strict=True):
-        {"decode": _plot_decode, "prefill": _plot_prefill}[call](record[call], ax)
+        {"decode": _plot_decode, "prefill": _plot_prefill}[call](rows[call], ax)
         ax.set_title(f"{call}, {record['device']}, JAX {record['jax']}")
     figure.savefig(file, dpi=110)
     plt.close(figure)
 
 
+def _limit(rows: list[Row]) -> float:
+    """Above every share: those of keys in a cache pass 100%."""
+    return 1.05 * max(1.0, *(row["share_of_ceiling"] for row in rows))
+
+
 def _plot_decode(rows: list[Row], ax: Any) -> None:
+    for heads in sorted({row["heads"] for row in rows}):
+        own = [row for row in rows if row["heads"] == heads]
+        ax.plot([row["context"] for row in own], [row["share_of_ceiling"] for row in own], "o", label=f"H {heads}")
     for row in rows:
-        _, requests, _, heads, _, _, context, *_ = row["shape"].split()
-        units = {"K": 2**10, "M": 2**20}
-        tokens = int(context[:-1]) * units[context[-1]] if context[-1] in units else int(context)
-        ax.plot(tokens, row["share_of_ceiling"], "o", color=COLORS.get(int(heads), "tab:red"))
-        ax.annotate(f"R {requests}", (tokens, row["share_of_ceiling"]), xytext=(5, 3), textcoords="offset points")
-    for heads, color in COLORS.items():
-        ax.plot([], [], "o", color=color, label=f"H {heads}")
-    ax.set(xscale="log", xlabel="context, tokens", ylabel="share of the read ceiling", ylim=(0, 1.05))
+        name = f"R {row['requests']}" + (f" q {row['query_len']}" if row["query_len"] > 1 else "")
+        ax.annotate(name, (row["context"], row["share_of_ceiling"]), xytext=(5, 3), textcoords="offset points")
+    ax.set(xscale="log", xlabel="context, tokens", ylabel="share of the read ceiling", ylim=(0, _limit(rows)))
     ax.axhline(1, color="gray", linewidth=0.8)
     ax.legend()
 
 
 def _plot_prefill(rows: list[Row], ax: Any) -> None:
     ax.barh([row["shape"] for row in rows][::-1], [row["share_of_ceiling"] for row in rows][::-1])
-    ax.set(xlabel="share of the matrix ceiling", xlim=(0, 1.05))
+    ax.set(xlabel="share of the matrix ceiling", xlim=(0, _limit(rows)))

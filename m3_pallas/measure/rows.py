@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -10,10 +9,11 @@ import numpy as np
 
 import m3_pallas
 from m3_pallas.implementations import Implementation
-from m3_pallas.measure.profiling import DeviceTime, device_time
-from m3_pallas.measure.shapes import TOPK, DecodeShape, PrefillShape, decode_arrays, prefill_arrays
+from m3_pallas.measure import environment, xla_way
+from m3_pallas.measure.output import describe
+from m3_pallas.measure.profiling import HOST_CLOCK, Ceiling, DeviceTime, device_time
+from m3_pallas.measure.shapes import PREFILL_CALLS, TOPK, DecodeShape, PrefillShape, decode_arrays, prefill_arrays
 from m3_pallas.measure.vllm import VARIANTS, Peers
-from m3_pallas.measure.xla_way import gather_all
 
 PREFILL_VARIANTS = ("amd", "common")  # gfx950 changes nothing in prefill
 
@@ -31,61 +31,87 @@ def part(time: DeviceTime, word: str) -> float | None:
 
 
 def same_ids(theirs: np.ndarray, ours: np.ndarray) -> float:
-    """Share of equal ids, each row as a set: vLLM leaves the order of ties open in prefill."""
-    return float(np.mean(np.sort(theirs, -1) == np.sort(ours, -1)))
+    """Share of our ids that are theirs too, row by row, in any order: vLLM leaves that of ties open in prefill."""
+    common = (ours[..., :, None] == theirs[..., None, :]).any(-1) & (ours >= 0)
+    absent = np.minimum((ours < 0).sum(-1), (theirs < 0).sum(-1))  # -1 may come several times
+    return float((common.sum() + absent.sum()) / ours.size)
 
 
-def gathered_bytes(shape: DecodeShape) -> int:
-    """What the XLA way keeps: the cache, the gathered keys, and all products in float32 twice."""
-    return 2 * shape.bytes + 8 * shape.requests * shape.query_len * shape.heads * shape.context
+def chosen(implementation: Implementation | None, call, *arrays: Any) -> str:
+    """The implementation that runs, by name."""
+    return implementation or environment.choice(call, *arrays).implementation
+
+
+def add_ratio(row: dict[str, Any], name: str, theirs: list[DeviceTime], ours: DeviceTime) -> None:
+    """The best of `theirs` over `ours`, where their clocks can be compared."""
+    ratios = [ratio for ratio in (time.over(ours) for time in theirs) if ratio is not None]
+    if ratios:
+        row[name] = min(ratios)
 
 
 def decode_row(
-    shape: DecodeShape, implementation: Implementation | None, ceiling: float, peers: Peers | None, memory: int | None
+    shape: DecodeShape,
+    implementation: Implementation | None,
+    ceiling: Ceiling,
+    peers: Peers | None,
+    memory: int | None,
 ) -> dict[str, Any]:
     """Microseconds, GB/s of index keys read, share of the read ceiling, and ratios of others to this library."""
     on_cpu = jax.default_backend() == "cpu"
     calls = 2 if on_cpu else 40 if shape.bytes < 2**29 else 16
     queries, *rest = decode_arrays(shape, calls)
-    decode: Any = functools.partial(m3_pallas.minimax_m3_index_decode, implementation=implementation)
-    call = lambda q, *a: decode(q, *a, *shape.statics)  # noqa: E731
+
+    def call(q, *a, implementation: Implementation | None = implementation) -> Any:
+        decode: Any = m3_pallas.minimax_m3_index_decode
+        return decode(q, *a, *shape.statics, implementation=implementation)
+
     time = chain_time(call, tuple(queries), *rest)
     ids = np.asarray(jax.jit(call)(queries[0], *rest))
     row = {
         "shape": str(shape),
+        "requests": shape.requests,
+        "heads": shape.heads,
+        "query_len": shape.query_len,
+        "context": shape.context,
         "bytes": shape.bytes,
+        "implementation": chosen(implementation, call, queries[0], *rest),
         "method": time.method,
         "score_us": part(time, "score"),
         "selection_us": part(time, "select"),
         "call_us": time.span,
         "gb_per_s": shape.bytes / time.span / 1e3,
-        "share_of_ceiling": shape.bytes / time.span / 1e3 / ceiling,
+        "share_of_ceiling": shape.bytes / time.span / 1e3 / ceiling.value,
     }
     if peers is not None:
-        row["peers_us"], row["ids_equal"] = {}, {}
+        times = {}
+        row |= {"peers_us": {}, "ids_equal": {}, "peer_errors": {}}
         for variant in VARIANTS:
-            row["peers_us"][variant], theirs = peers.decode(variant, queries, tuple(rest), shape.statics)
+            try:
+                times[variant], theirs = peers.decode(variant, queries, tuple(rest), shape.statics)
+            except Exception as error:  # a variant that does not run here leaves the others
+                row["peer_errors"][variant] = describe(error)
+                continue
+            row["peers_us"][variant] = times[variant].span
             row["ids_equal"][variant] = same_ids(theirs, ids)
-        row["best_peer_over_ours"] = min(row["peers_us"].values()) / time.span
-    if memory is None or gathered_bytes(shape) <= memory:
+        add_ratio(row, "best_peer_over_ours", list(times.values()), time)
+    if memory is None or shape.gathered <= memory:
         # One call: XLA would gather once for several, and its gathered keys and float32 products exist whole.
-        way = chain_time(lambda q, *a: gather_all(q, *a, *shape.statics), (queries[0],), *rest)
+        way = chain_time(lambda q, *a: xla_way.decode(q, *a, *shape.statics), (queries[0],), *rest)
         row["xla_way_us"] = way.span
-        row["xla_way_over_ours"] = way.span / time.span
+        add_ratio(row, "xla_way_over_ours", [way], time)
     return row
 
 
 def prefill_row(
     shape: PrefillShape,
     implementation: Implementation | None,
-    ceiling: float,
+    ceiling: Ceiling,
     peers: Peers | None,
-    *,
-    compare_portable: bool,
-) -> dict[str, Any]:  # fmt: skip
+    memory: int | None,
+) -> dict[str, Any]:
     """Microseconds of score, top-k and combined call, TFLOP/s, share of the matrix ceiling, ratios of others."""
     on_cpu = jax.default_backend() == "cpu"
-    queries, *rest = prefill_arrays(shape, 1 if on_cpu else 4)
+    queries, *rest = prefill_arrays(shape, 1 if on_cpu else PREFILL_CALLS)
     starts, prefix = rest[2], rest[4]
     each = tuple(queries)
     score_call: Any = m3_pallas.minimax_m3_index_score
@@ -103,34 +129,44 @@ def prefill_row(
         statics = (shape.tokens, shape.context, TOPK, 0, 1, shape.heads)
         return combined_call(q, *a, *statics, implementation=implementation)
 
-    score_time = chain_time(score, each, *rest)
+    ours = {"score": chain_time(score, each, *rest)}
     scores = tuple(jax.jit(lambda qs, *a: [score(q, *a) for q in qs])(each, *rest))
-    select_time = chain_time(select, scores, starts, prefix)
+    ours |= {"selection": chain_time(select, scores, starts, prefix), "combined": chain_time(combined, each, *rest)}
     ids = np.asarray(select(scores[-1], starts, prefix))
-    tflops = shape.flops / score_time.span / 1e6
+    tflops = shape.flops / ours["score"].span / 1e6
     row = {
         "shape": str(shape),
+        "heads": shape.heads,
+        "tokens": shape.tokens,
+        "prefix": shape.prefix,
         "flops": shape.flops,
-        "method": score_time.method,
-        "score_us": score_time.span,
-        "selection_us": select_time.span,
-        "combined_us": chain_time(combined, each, *rest).span,
+        "implementation": {
+            "score": chosen(implementation, score, each[-1], *rest),
+            "selection": chosen(implementation, select, scores[-1], starts, prefix),
+        },
+        "method": max((time.method for time in ours.values()), key=lambda method: method == HOST_CLOCK),
+        **{f"{name}_us": time.span for name, time in ours.items()},
         "combined_equal": bool((np.asarray(combined(queries[-1], *rest)) == ids).all()),
         "tflop_per_s": tflops,
-        "share_of_ceiling": tflops / ceiling,
+        "share_of_ceiling": tflops / ceiling.value,
     }
+    del scores  # vLLM's take as much again
     if peers is not None:
-        row["peers_us"], row["ids_equal"] = {}, {}
+        times = {}
+        row |= {"peers_us": {}, "ids_equal": {}, "peer_errors": {}}
         for variant in PREFILL_VARIANTS:
-            *times, theirs = peers.prefill(variant, queries, tuple(rest), shape.statics, (TOPK, 0, 1))
-            row["peers_us"][variant] = dict(zip(("score", "selection"), times, strict=True))
+            try:
+                *both, theirs = peers.prefill(variant, queries, tuple(rest), shape.statics, (TOPK, 0, 1))
+            except Exception as error:
+                row["peer_errors"][variant] = describe(error)
+                continue
+            times[variant] = dict(zip(("score", "selection"), both, strict=True))
+            row["peers_us"][variant] = {name: time.span for name, time in times[variant].items()}
             row["ids_equal"][variant] = same_ids(theirs, ids)
         for name in ("score", "selection"):
-            best = min(times[name] for times in row["peers_us"].values())
-            row[f"best_peer_over_ours_{name}"] = best / row[f"{name}_us"]
-    if compare_portable:
-        portable = chain_time(functools.partial(score, implementation="xla"), each[:1], *rest).span
-        portable += chain_time(functools.partial(select, implementation="xla"), scores[:1], starts, prefix).span
-        row["portable_us"] = portable
-        row["portable_over_ours"] = portable / (row["score_us"] + row["selection_us"])
+            add_ratio(row, f"best_peer_over_ours_{name}", [time[name] for time in times.values()], ours[name])
+    if memory is None or shape.gathered <= memory:
+        way = chain_time(lambda q, *a: xla_way.prefill(q, *a, heads=shape.heads, topk=TOPK), each[:1], *rest)
+        row["xla_way_us"] = way.span
+        add_ratio(row, "xla_way_over_ours", [way], ours["combined"])
     return row

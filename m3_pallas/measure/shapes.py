@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 TOPK = 16
+PREFILL_CALLS = 4  # of a chain, each with scores of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,16 @@ class DecodeShape:
     def bytes(self) -> int:
         """Bytes of index keys one call reads; all else is below 1%."""
         return self.requests * self.context * 128 * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def needed(self) -> int:
+        """Bytes to measure it: the cache, and what making it takes."""
+        return 3 * self.bytes
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that the XLA way keeps: cache, gathered keys, and all products in float32 twice."""
+        return 2 * self.bytes + 8 * self.requests * self.query_len * self.heads * self.context
 
     @property
     def statics(self) -> tuple[int, ...]:
@@ -49,9 +60,14 @@ class PrefillShape:
         return self.prefix + self.tokens
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the index keys and of the scores."""
-        return self.context * 256 + self.heads * self.tokens * self.context // 128 * 4
+    def needed(self) -> int:
+        """Bytes to measure it: index keys and what making them takes; ours, a peer's and a chain's scores."""
+        return 3 * self.context * 256 + 3 * PREFILL_CALLS * self.heads * self.tokens * self.context // 128 * 4
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that the XLA way keeps: index keys twice, and all products in float32 twice."""
+        return 2 * self.context * 256 + 8 * self.heads * self.tokens * self.context
 
     @property
     def flops(self) -> int:

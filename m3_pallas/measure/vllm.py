@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from m3_pallas.measure.profiling import DeviceTime
+
 VARIANTS = ("amd", "amd gfx950", "common")  # "common" is vLLM's own path for NVIDIA
 OPS = pathlib.Path("vllm") / "models" / "minimax_m3"
 FILES = ("common.ops.sparse_attn", "amd.ops.sparse_pa", "amd.ops.index_topk", "common.ops.index_topk")
@@ -28,14 +30,14 @@ class Peers(Protocol):
 
     def versions(self) -> dict[str, str]: ...
 
-    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[float, np.ndarray]:
-        """Microseconds a call of a chain of one call for each of `queries`, and the first call's ids."""
+    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[DeviceTime, np.ndarray]:
+        """Time of a call of a chain of one call for each of `queries`, and the first call's ids."""
         ...
 
     def prefill(
         self, variant: str, queries: Any, arrays: tuple, statics: tuple, topk: tuple
-    ) -> tuple[float, float, np.ndarray]:
-        """Microseconds of a score and of a selection call, and the last call's ids."""
+    ) -> tuple[DeviceTime, DeviceTime, np.ndarray]:
+        """Times of a score and of a selection call, and the last call's ids."""
         ...
 
 
@@ -71,8 +73,8 @@ def peers(folder: str) -> Peers:
     for module in ("vllm_jax", "vllm_torch"):
         try:
             return importlib.import_module(f"m3_pallas.measure.{module}").make(root)
-        except (ImportError, NotImplementedError) as error:
-            reasons.append(f"{module}: {error}")
+        except Exception as error:  # whatever an unknown version of either does, the other may do
+            reasons.append(f"{module}: {type(error).__name__}: {error}")
     raise ImportError("vLLM's kernels need jax-triton (extra `bench`) or PyTorch: " + "; ".join(reasons))
 
 
@@ -103,15 +105,17 @@ class Sources:
             ),
             **{f"vllm.models{name}": _module(f"vllm.models{name}") for name in (*packages, ".minimax_m3.common.ops")},
         }
+        loaders = []
+        for file in FILES:
+            name = f"vllm.models.minimax_m3.{file}"
+            spec = importlib.util.spec_from_file_location(name, root / OPS / (file.replace(".", "/") + ".py"))
+            assert spec is not None
+            assert spec.loader is not None
+            self._stubs[name] = importlib.util.module_from_spec(spec)
+            loaders.append((spec.loader, self._stubs[name]))
         with self.stubs():
-            for file in FILES:
-                name = f"vllm.models.minimax_m3.{file}"
-                spec = importlib.util.spec_from_file_location(name, root / OPS / (file.replace(".", "/") + ".py"))
-                assert spec is not None
-                assert spec.loader is not None
-                module = importlib.util.module_from_spec(spec)
-                sys.modules[name] = self._stubs[name] = module
-                spec.loader.exec_module(module)
+            for loader, module in loaders:
+                loader.exec_module(module)
 
     @contextlib.contextmanager
     def stubs(self) -> Iterator[None]:

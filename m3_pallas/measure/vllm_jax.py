@@ -19,16 +19,16 @@ import jax_triton  # pyright: ignore[reportMissingImports]
 import numpy as np
 import triton
 
-from m3_pallas.measure.profiling import device_time
+from m3_pallas.measure.profiling import DeviceTime, device_time
 from m3_pallas.measure.vllm import Sources
 
 
 def make(root: pathlib.Path) -> JaxTritonPeers:
     """The peers, if this jax-triton can trace a call under this JAX."""
-    peers = JaxTritonPeers(root)
     shape = jax.ShapeDtypeStruct
     arrays = (shape((1, 256, 128), jnp.bfloat16), shape((1, 1), jnp.int32), shape((1,), jnp.int32))
     try:
+        peers = JaxTritonPeers(root)
         with jax.enable_x64(True):
             run = peers.chain("amd", "minimax_m3_index_decode", (128, 16, 0, 1, 1, 1, 1))
             jax.jit(run).trace((shape((1, 1, 128), jnp.bfloat16),), *arrays)
@@ -152,10 +152,10 @@ class JaxTritonPeers:
 
         return run
 
-    def _time(self, run, firsts: tuple, rest: tuple) -> float:
-        return device_time(jax.jit(run), firsts, *rest, calls=len(firsts)).span
+    def _time(self, run, firsts: tuple, rest: tuple) -> DeviceTime:
+        return device_time(jax.jit(run), firsts, *rest, calls=len(firsts))
 
-    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[float, np.ndarray]:
+    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[DeviceTime, np.ndarray]:
         with jax.enable_x64(True):  # the selector's partial results are 64-bit
             run = self.chain(variant, "minimax_m3_index_decode", statics)
             ids = np.asarray(jax.jit(run)(tuple(queries[:1]), *arrays))
@@ -163,7 +163,7 @@ class JaxTritonPeers:
 
     def prefill(
         self, variant: str, queries: Any, arrays: tuple, statics: tuple, topk: tuple
-    ) -> tuple[float, float, np.ndarray]:
+    ) -> tuple[DeviceTime, DeviceTime, np.ndarray]:
         _, _, starts, _, prefix = arrays
         with jax.enable_x64(True):
             score = self.chain(variant, "minimax_m3_index_score", statics)

@@ -10,6 +10,7 @@ import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import triton
 
+from m3_pallas.measure.profiling import GRAPH, DeviceTime
 from m3_pallas.measure.vllm import Sources
 
 
@@ -31,7 +32,7 @@ class TorchPeers:
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__, "triton": triton.__version__}
 
-    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[float, np.ndarray]:
+    def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[DeviceTime, np.ndarray]:
         with self.sources.stubs(), torch.no_grad():
             function = self.sources.module(variant).minimax_m3_index_decode
             each = list(torch.from_dlpack(queries).unbind(0))
@@ -42,7 +43,7 @@ class TorchPeers:
 
     def prefill(
         self, variant: str, queries: Any, arrays: tuple, statics: tuple, topk: tuple
-    ) -> tuple[float, float, np.ndarray]:
+    ) -> tuple[DeviceTime, DeviceTime, np.ndarray]:
         with self.sources.stubs(), torch.no_grad():
             module = self.sources.module(variant)
             each = list(torch.from_dlpack(queries).unbind(0))
@@ -56,8 +57,8 @@ class TorchPeers:
         return score_time, select_time, ids.cpu().numpy()
 
 
-def graph_time(calls: list) -> float:
-    """Microseconds a call of a replayed CUDA graph of `calls`."""
+def graph_time(calls: list) -> DeviceTime:
+    """Time of a call in a replayed CUDA graph of `calls`."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:3]:
@@ -76,4 +77,4 @@ def graph_time(calls: list) -> float:
         if i:
             times.append(start.elapsed_time(end) * 1e3 / len(calls))
     del keep
-    return statistics.median(times)
+    return DeviceTime(statistics.median(times), {}, GRAPH)
