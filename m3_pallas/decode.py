@@ -258,7 +258,9 @@ def _decode(
     triton = functools.partial(
         triton_decode.index_decode, **options, max_query_len=max_query_len, launch=launch, interpret=interpret
     )
-    mosaic_reason = mosaic_decode.unsupported(idx_q, pages, num_blocks=num_blocks, max_query_len=max_query_len)
+    mosaic_reason = mosaic_decode.unsupported(
+        idx_q, pages, requests=len(seq_lens), num_blocks=num_blocks, topk=topk, max_query_len=max_query_len
+    )
     mosaic = functools.partial(mosaic_decode.index_decode, **options, interpret=interpret)
     candidates = (
         Candidate("xla", functools.partial(xla.index_decode, **options)),

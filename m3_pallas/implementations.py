@@ -27,7 +27,7 @@ class Candidate:
 
     Attributes:
       name: one of `NAMES`.
-      run: takes the call's arrays and the keyword `platform`, one of the implementation's; None for "xla".
+      run: takes the call's arrays and, unless it is "xla", the keyword `platform`, one of the implementation's.
       reason: why it cannot serve these shapes and dtypes, with what to use instead; None if it can.
     """
 

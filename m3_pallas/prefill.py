@@ -178,7 +178,7 @@ def _topk(score, cu_seqlens_q, prefix_lens, out, *, topk, init_blocks, local_blo
     candidates = (
         Candidate("xla", functools.partial(xla.index_topk, **options)),
         Candidate("pallas_triton", triton, reason),
-        Candidate("pallas_mosaic_tpu", mosaic, mosaic_prefill.topk_unsupported(score)),
+        Candidate("pallas_mosaic_tpu", mosaic, mosaic_prefill.topk_unsupported(score, topk)),
     )
     if 0 in (*score.shape, prefix_lens.shape[0]):
         return xla.write_rows(out, jnp.full((*score.shape[:2], topk), -1, jnp.int32))

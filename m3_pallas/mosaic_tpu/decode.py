@@ -7,12 +7,18 @@ from m3_pallas import sparse_table, xla
 from m3_pallas.mosaic_tpu import decode_kernel, device, selection
 
 
-def unsupported(idx_q: jax.Array, pages: jax.Array, *, num_blocks: int, max_query_len: int) -> str | None:
+def unsupported(
+    idx_q: jax.Array, pages: jax.Array, *, requests: int, num_blocks: int, topk: int, max_query_len: int
+) -> str | None:
     """Why the kernel cannot serve these shapes and dtypes, or None."""
     heads = idx_q.shape[1]
     if heads * max_query_len > device.LANES:
         return f"{heads} heads of {max_query_len} query tokens are above {device.LANES} rows; use None or 'xla'"
-    return device.unsupported_cache(idx_q, pages) or selection.unsupported(num_blocks)
+    return (
+        device.unsupported_cache(idx_q, pages)
+        or selection.unsupported(num_blocks)
+        or decode_kernel.unsupported(idx_q, pages, requests=requests, num_blocks=num_blocks, topk=topk)
+    )
 
 
 def index_decode(

@@ -5,7 +5,7 @@ ahead. Keys lie along sublanes and query rows (heads times query tokens, padded 
 `[pages * 128, D] x [D, 128]` scores a step for all rows, and the block maxima of a step are a maximum over sublanes
 that lands at a sublane offset.
 
-Limits: heads times query tokens up to 128; as many blocks as their order keys fit in VMEM, 512 bytes a block.
+Limits: heads times query tokens up to 128; the blocks of `selection`.
 """
 
 import functools
@@ -23,6 +23,15 @@ from m3_pallas.mosaic_tpu.device import LANES, STEP_PAGES
 from m3_pallas.rules import BLOCK_SIZE
 
 
+def unsupported(idx_q: jax.Array, pages: jax.Array, *, requests: int, num_blocks: int, topk: int) -> str | None:
+    """Why the kernel's arrays do not fit on the chip, or None."""
+    dim = pages.shape[-1]
+    buffers = 2 * STEP_PAGES * BLOCK_SIZE * dim * pages.dtype.itemsize + device.step_bytes(dim)
+    queries = 2 * LANES * dim * idx_q.dtype.itemsize
+    vmem = buffers + queries + selection.vmem_bytes(num_blocks, topk)
+    return device.unsupported_memory(vmem, 4 * (requests + num_blocks))
+
+
 def select_blocks(
     queries: jax.Array,  # [R, 128, D], row h * query_len + j in lane order
     pages: jax.Array,  # [P, 128, D]
@@ -38,7 +47,7 @@ def select_blocks(
 ) -> jax.Array:
     """Selected ids `[R, K padded to 8, 128]`, -1 past the visible blocks of each row."""
     requests, _, dim = queries.shape
-    slots = policy.ceil_div(topk, 8) * 8
+    slots = selection.id_rows(topk)
     row = policy.ceil_div(width, LANES) * LANES
     table = jnp.pad(block_table[:, :width], ((0, 0), (0, row - width)))[:, None]  # [R, 1, row]
     kernel = functools.partial(
@@ -72,6 +81,7 @@ def select_blocks(
             ],
         ),
         out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=device.VMEM_BYTES),
         cost_estimate=pl.CostEstimate(
             flops=2 * read * LANES, bytes_accessed=read * pages.dtype.itemsize, transcendentals=0
         ),

@@ -8,9 +8,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from m3_pallas.rules import BLOCK_SIZE
+
 LANES = 128
 MIN_DIM = 128
 STEP_PAGES = 8  # pages of one product: their maxima fill one tile of sublanes
+VMEM_BYTES = 48 << 20  # asked of the compiler, which gives 16 MiB unasked; tpu7x has 64 MiB, v5e and v6e 128 MiB
+VMEM_ARRAYS = 32 << 20  # of them, for what a kernel declares; products and their masks take the rest
+SMEM_BYTES = 512 << 10  # for lengths, segments and table rows; chips have 1 MiB
 
 
 def unsupported_cache(idx_q: jax.Array, pages: jax.Array) -> str | None:
@@ -22,6 +27,19 @@ def unsupported_cache(idx_q: jax.Array, pages: jax.Array) -> str | None:
         if dtype == jnp.float16:
             return f"{name} of float16 is not served, no TPU loads it; use bfloat16, None or 'xla'"
     return None
+
+
+def unsupported_memory(vmem: int, smem: int) -> str | None:
+    """Why a kernel's arrays of so many bytes do not fit on the chip, or None."""
+    for name, need, limit in (("VMEM", vmem, VMEM_ARRAYS), ("scalar memory", smem, SMEM_BYTES)):
+        if need > limit:
+            return f"these shapes need {need} bytes of {name}, above {limit}; use None or 'xla'"
+    return None
+
+
+def step_bytes(dim: int) -> int:
+    """VMEM of a step's keys, cast for the product."""
+    return STEP_PAGES * BLOCK_SIZE * dim * 4
 
 
 def interpret_params(interpret: bool):

@@ -5,22 +5,20 @@ import jax
 from m3_pallas import rules, xla
 from m3_pallas.mosaic_tpu import device, prefill_scoring, prefill_selection, selection
 
-MAX_REQUESTS = 8191  # their segments lie in scalar memory
-
 
 def score_unsupported(idx_q: jax.Array, pages: jax.Array, block_table: jax.Array) -> str | None:
     """Why the score kernel cannot serve these shapes and dtypes, or None."""
-    heads, requests = idx_q.shape[1], block_table.shape[0]
+    heads = idx_q.shape[1]
     if heads > prefill_scoring.MAX_HEADS:
         return f"{heads} heads are above {prefill_scoring.MAX_HEADS}; use None or 'xla'"
-    if requests > MAX_REQUESTS:
-        return f"{requests} requests are above {MAX_REQUESTS}; use None or 'xla'"
-    return device.unsupported_cache(idx_q, pages)
+    return device.unsupported_cache(idx_q, pages) or prefill_scoring.unsupported(
+        idx_q, pages, requests=block_table.shape[0]
+    )
 
 
-def topk_unsupported(score: jax.Array) -> str | None:
-    """Why the selection kernel cannot serve this shape, or None."""
-    return selection.unsupported(score.shape[2])
+def topk_unsupported(score: jax.Array, topk: int) -> str | None:
+    """Why the selection kernel cannot serve these shapes, or None."""
+    return selection.unsupported(score.shape[2]) or prefill_selection.unsupported(score, topk)
 
 
 def index_score(idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, *, width, interpret, platform):

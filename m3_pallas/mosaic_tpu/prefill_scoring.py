@@ -6,7 +6,7 @@ order, chunk of 128 blocks by chunk. When a request's first segment comes, the c
 start; each is awaited when a segment first needs it, so that later segments find the keys in VMEM. Keys lie along
 sublanes and rows along lanes, as in decode; a tile's maxima are turned once, when it is written.
 
-Limit: eight heads, for a tile of 64 KiB of queries and 1024 products a row.
+Limit: eight heads, for tiles of at least 64 tokens.
 """
 
 import functools
@@ -28,7 +28,21 @@ TILE_ROWS = 512
 MAX_HEADS = 8
 CHUNK = 128  # blocks of a tile
 CHUNK_STEPS = CHUNK // STEP_PAGES
-VMEM_BYTES = 48 << 20  # of 64 MiB on tpu7x, 128 MiB elsewhere; 16 MiB unless asked
+
+
+def tile_tokens(tokens: int, heads: int) -> int:
+    """Query tokens of a tile."""
+    return min(TILE_ROWS // policy.ceil_power_of_two(heads), policy.ceil_div(tokens, LANES) * LANES)
+
+
+def unsupported(idx_q: jax.Array, pages: jax.Array, *, requests: int) -> str | None:
+    """Why the kernel's arrays do not fit on the chip, or None."""
+    tokens, heads, dim = idx_q.shape
+    keys = CHUNK * BLOCK_SIZE * dim * pages.dtype.itemsize + device.step_bytes(dim)
+    queries = 2 * TILE_ROWS * dim * idx_q.dtype.itemsize
+    scores = 3 * TILE_ROWS * CHUNK * 4
+    segments = policy.ceil_div(tokens, max(tile_tokens(tokens, heads), 1)) + requests + 1
+    return device.unsupported_memory(keys + queries + scores, 4 * len(Segments._fields) * segments)
 
 
 class Segments(NamedTuple):
@@ -74,7 +88,7 @@ def prefill_score(
 ) -> jax.Array:
     """Raw block maxima `[H, T, width]`, -inf where a block is not visible."""
     tokens, heads, dim = idx_q.shape
-    rows = min(TILE_ROWS // pl.next_power_of_2(heads), policy.ceil_div(tokens, LANES) * LANES)
+    rows = tile_tokens(tokens, heads)
     padded = max(tokens, rows)
     chunks = policy.ceil_div(width, CHUNK)
     visible = min(width, block_table.shape[1])
@@ -107,7 +121,7 @@ def prefill_score(
             ],
         ),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=device.VMEM_BYTES),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * dim,
             bytes_accessed=block_table.shape[0] * visible * BLOCK_SIZE * dim * pages.dtype.itemsize

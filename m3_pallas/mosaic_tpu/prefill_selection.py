@@ -2,7 +2,7 @@
 
 Chunks of blocks past what a tile's rows see are neither read nor turned, and a selection pass stops there.
 
-Limit: as many blocks as their order keys fit in VMEM, 512 bytes a block.
+Limit: the blocks of `selection`.
 """
 
 import functools
@@ -18,7 +18,14 @@ from m3_pallas.manual_axes import outputs_like
 from m3_pallas.mosaic_tpu import device, selection
 from m3_pallas.mosaic_tpu.device import LANES
 
-CHUNK = 256  # blocks that arrive at once
+CHUNK = selection.PASS_BLOCKS  # blocks that arrive at once: the order keys' rows are a multiple of them
+
+
+def unsupported(score: jax.Array, topk: int) -> str | None:
+    """Why the kernel's arrays do not fit on the chip, or None."""
+    _, tokens, width = score.shape
+    vmem = selection.vmem_bytes(width, topk) + 3 * LANES * CHUNK * 4
+    return device.unsupported_memory(vmem, 4 * policy.ceil_div(tokens, LANES))
 
 
 def prefill_select(
@@ -33,7 +40,7 @@ def prefill_select(
     """Selected ids `[H, T, K]`, -1 past the visible blocks of each row."""
     heads, tokens, width = score.shape
     tiles = policy.ceil_div(tokens, LANES)
-    slots = policy.ceil_div(topk, 8) * 8
+    slots = selection.id_rows(topk)
     chunks = policy.ceil_div(width, CHUNK)
     # A tile larger than its array would not compile.
     score = jnp.pad(
@@ -62,6 +69,7 @@ def prefill_select(
             scratch_shapes=[pltpu.VMEM((selection.key_rows(width), LANES), jnp.int32)],
         ),
         out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=device.VMEM_BYTES),
         cost_estimate=pl.CostEstimate(
             flops=8 * topk * heads * tokens * width, bytes_accessed=heads * tokens * width * 4, transcendentals=0
         ),

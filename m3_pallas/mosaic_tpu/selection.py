@@ -11,7 +11,7 @@ from m3_pallas import policy
 from m3_pallas.mosaic_tpu.device import LANES
 
 PASS_BLOCKS = 256  # blocks of one piece of a pass
-VMEM_BYTES = 12 << 20  # for the order keys: chips give a kernel 16 MiB unless asked
+MAX_BLOCKS = 24576  # 12 MiB of order keys
 HIDDEN_KEY = -(2**31)  # below every order key
 NO_BLOCK = 2**31 - 1  # above every block id
 
@@ -23,9 +23,19 @@ def key_rows(width: int) -> int:
 
 def unsupported(width: int) -> str | None:
     """Why the order keys of `width` blocks cannot be held, or None."""
-    if key_rows(width) * LANES * 4 > VMEM_BYTES:
-        return f"{width} blocks do not fit in VMEM; use None or 'xla'"
+    if width > MAX_BLOCKS:
+        return f"{width} blocks are above {MAX_BLOCKS}; use None or 'xla'"
     return None
+
+
+def vmem_bytes(width: int, topk: int) -> int:
+    """VMEM of the order keys, and of the ids of two programs."""
+    return (key_rows(width) + 2 * id_rows(topk)) * LANES * 4
+
+
+def id_rows(topk: int) -> int:
+    """Rows that K ids take in VMEM."""
+    return policy.ceil_div(topk, 8) * 8
 
 
 def select(ids_ref, keys_ref, num_blocks, row_blocks, topk: int) -> None:
