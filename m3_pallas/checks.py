@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from m3_pallas.rules import BLOCK_SIZE, MAX_DECODE_BLOCKS
+from m3_pallas.rules import BLOCK_SIZE, MAX_DECODE_BLOCKS, MAX_PREFILL_BLOCKS
 
 if TYPE_CHECKING:
     from m3_pallas.cache import IndexCache
@@ -18,9 +18,17 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 PAGE_STRIDES = (8, 16)
 
 
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, JAX's extended ones (keys) included."""
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return str(dtype)
+
+
 def float_dtype(name: str, dtype: Any) -> None:
-    if jnp.dtype(dtype).name not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {jnp.dtype(dtype).name}")
+    if dtype_name(dtype) not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must be one of {', '.join(FLOAT_DTYPES)}, got {dtype_name(dtype)}")
 
 
 def at_least(name: str, value: Any, low: int) -> int:
@@ -48,7 +56,7 @@ def array(name: str, value: Any, shape: tuple[int | None, ...], letters: str) ->
 def int32_array(name: str, value: Any, shape: tuple[int | None, ...], letters: str) -> None:
     array(name, value, shape, letters)
     if value.dtype != jnp.int32:
-        raise TypeError(f"{name} must be int32, got {jnp.dtype(value.dtype).name}")
+        raise TypeError(f"{name} must be int32, got {dtype_name(value.dtype)}")
 
 
 def pages_of(index_kv_cache: Any) -> Any:
@@ -67,7 +75,7 @@ def insert(cache: IndexCache, index_k: Any, slot_mapping: Any) -> None:
     pages = pages_of(cache)
     array("index_k", index_k, (None, pages.shape[2]), "[tokens, D]")
     if not jnp.issubdtype(index_k.dtype, jnp.floating):
-        raise TypeError(f"index_k must be floating point, got {jnp.dtype(index_k.dtype).name}")
+        raise TypeError(f"index_k must be floating point, got {dtype_name(index_k.dtype)}")
     int32_array("slot_mapping", slot_mapping, (index_k.shape[0],), "[tokens]")
 
 
@@ -113,6 +121,13 @@ def num_decode_blocks(max_seq_len: Any) -> int:
             f"(fewer than {MAX_DECODE_BLOCKS} blocks), got {length}"
         )
     return blocks
+
+
+def num_prefill_blocks(max_seq_len: Any) -> int:
+    length = at_least("max_seq_len", max_seq_len, 1)
+    if length > MAX_PREFILL_BLOCKS * BLOCK_SIZE:
+        raise ValueError(f"max_seq_len must be at most {MAX_PREFILL_BLOCKS * BLOCK_SIZE}, got {length}")
+    return -(-length // BLOCK_SIZE)
 
 
 def decode_table(attention_block_table: Any, block_page_stride: Any, requests: int, heads: int, blocks: int) -> None:
@@ -173,10 +188,12 @@ def check_values(
       ValueError: naming the first request that is wrong, the argument and the value: a length that is negative,
         above `max_seq_len` or above `128 * N`; a page id of the used part outside `0 .. P - 1`; a decreasing
         `cu_seqlens_q`; a prefix and query length that do not add up to `seq_lens`.
-      TypeError: if an array is traced.
+      TypeError: if an array is traced or not int32, or a bound is no int.
     """
     if any(isinstance(x, jax.core.Tracer) for x in (block_table, seq_lens, cu_seqlens_q, prefix_lens)):
         raise TypeError("check_values needs concrete arrays: call it outside jax.jit")
+    at_least("num_pages", num_pages, 0)
+    at_least("max_seq_len", max_seq_len, 0)
     table, lengths = np.asarray(block_table), np.asarray(seq_lens)
     int32_array("block_table", table, (None, None), "[R, N]")
     int32_array("seq_lens", lengths, (table.shape[0],), "[R]")

@@ -38,7 +38,7 @@ class Candidate:
 
 def check_options(implementation: str | None, interpret: bool, launch: Any, launch_type: type) -> None:
     """The keyword options of the three calls, the same for every implementation."""
-    if implementation is not None and implementation not in NAMES:
+    if implementation is not None and not (isinstance(implementation, str) and implementation in NAMES):
         names = ", ".join(repr(name) for name in NAMES)
         raise ValueError(f"implementation must be None or one of {names}, got {implementation!r}")
     if not isinstance(interpret, bool):

@@ -56,6 +56,7 @@ class _Score:
     tile_tokens: int = 128
 
     def __post_init__(self):
+        _backend(self)
         _power_of_two("min_columns", self.min_columns)
         if self.tile_tokens not in (64, 128):
             raise ValueError(f"tile_tokens must be 64 or 128, got {self.tile_tokens!r}")
@@ -73,8 +74,7 @@ class BalancedScore(_Score):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.budget < 1:
-            raise ValueError(f"budget must be at least 1, got {self.budget!r}")
+        _positive("budget", self.budget)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,7 @@ class SplitScore(_Score):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_chunks < 1:
-            raise ValueError(f"num_chunks must be at least 1, got {self.num_chunks!r}")
+        _positive("num_chunks", self.num_chunks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +108,7 @@ class Selection:
     adaptive_merge: bool = False
 
     def __post_init__(self):
+        _backend(self)
         _power_of_two("num_chunks", self.num_chunks)
         _power_of_two("tile", self.tile)
 
@@ -139,9 +139,9 @@ class ScoreLaunch:
     num_stages: int | None = None
 
     def __post_init__(self):
+        _backend(self)
         _power_of_two("rows", self.rows)
-        if self.num_chunks < 1:
-            raise ValueError(f"num_chunks must be at least 1, got {self.num_chunks!r}")
+        _positive("num_chunks", self.num_chunks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +150,12 @@ class DecodeLaunch:
 
     score: BalancedScore | SplitScore
     selection: Selection
+
+    def __post_init__(self):
+        if not isinstance(self.score, BalancedScore | SplitScore):
+            raise TypeError(f"launch: score must be a BalancedScore or a SplitScore, got {self.score!r}")
+        if not isinstance(self.selection, Selection):
+            raise TypeError(f"launch: selection must be a Selection, got {self.selection!r}")
 
 
 def decode_launch(
@@ -289,9 +295,25 @@ def split_ranges(num_blocks: int, num_chunks: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, num_blocks)
 
 
+def _positive(name: str, value: int) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
+
+
 def _power_of_two(name: str, value: int) -> None:
-    if value < 1 or value & (value - 1):
+    _positive(name, value)
+    if value & (value - 1):
         raise ValueError(f"{name} must be a power of two, got {value!r}")
+
+
+def _backend(launch: _Score | Selection | ScoreLaunch) -> None:
+    """The fields that Triton's backend takes."""
+    if launch.num_warps is not None:
+        _power_of_two("num_warps", launch.num_warps)
+    if launch.num_stages is not None:
+        _positive("num_stages", launch.num_stages)
 
 
 def ceil_div(value: int, divisor: int) -> int:

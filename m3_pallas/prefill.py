@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from m3_pallas import checks, implementations, policy, xla
+from m3_pallas import checks, implementations, policy, rules, xla
 from m3_pallas.cache import IndexCache
 from m3_pallas.implementations import Candidate, Implementation
 from m3_pallas.manual_axes import vary_like
@@ -53,7 +53,7 @@ def minimax_m3_index_score(
       seq_lens: `[R]` int32, prefix and query tokens of each request.
       prefix_lens: `[R]` int32, tokens before the chunk; any number, not only multiples of 128.
       max_query_len: static bound of a request's rows.
-      max_seq_len: static bound of `seq_lens`.
+      max_seq_len: static bound of `seq_lens`, at most 2**30.
       num_kv_heads: H.
       implementation, interpret, launch: as for `minimax_m3_index_decode`.
 
@@ -66,17 +66,24 @@ def minimax_m3_index_score(
     Source: vLLM 0.32.0, `minimax_m3_index_score`.
     """
     pages = checks.pages_of(index_kv_cache)
+    arrays = (idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens)
+    width = _check_score(*arrays, max_query_len, max_seq_len, num_kv_heads)
+    implementations.check_options(implementation, interpret, launch, policy.ScoreLaunch)
+    return _score(*arrays, width=width, implementation=implementation, interpret=interpret, launch=launch)
+
+
+def _check_score(
+    idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens, max_query_len, max_seq_len, num_kv_heads
+) -> int:  # fmt: skip
+    """What scoring asks of its arguments; the width of the scores."""
     checks.queries(idx_q, pages, block_table, num_kv_heads)
     requests = block_table.shape[0]
     checks.int32_array("cu_seqlens_q", cu_seqlens_q, (requests + 1,), "[R + 1]")
     checks.int32_array("seq_lens", seq_lens, (requests,), "[R]")
     checks.int32_array("prefix_lens", prefix_lens, (requests,), "[R]")
     checks.at_least("max_query_len", max_query_len, 0)
-    num_blocks = policy.ceil_div(checks.at_least("max_seq_len", max_seq_len, 1), checks.BLOCK_SIZE)
-    implementations.check_options(implementation, interpret, launch, policy.ScoreLaunch)
-    width = policy.ceil_div(num_blocks, SCORE_WIDTH_MULTIPLE) * SCORE_WIDTH_MULTIPLE
-    arrays = (idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens)
-    return _score(*arrays, width=width, implementation=implementation, interpret=interpret, launch=launch)
+    num_blocks = checks.num_prefill_blocks(max_seq_len)
+    return policy.ceil_div(num_blocks, SCORE_WIDTH_MULTIPLE) * SCORE_WIDTH_MULTIPLE
 
 
 @functools.partial(jax.jit, static_argnames=("width", "implementation", "interpret", "launch"))
@@ -140,7 +147,9 @@ def minimax_m3_index_topk(
     """
     checks.array("score", score, (None, None, None), "[H, T, S]")
     if score.dtype != jnp.float32:
-        raise TypeError(f"score must be float32, got {jnp.dtype(score.dtype).name}")
+        raise TypeError(f"score must be float32, got {checks.dtype_name(score.dtype)}")
+    if score.shape[2] > rules.MAX_PREFILL_BLOCKS:
+        raise ValueError(f"score must have at most {rules.MAX_PREFILL_BLOCKS} blocks, got shape {list(score.shape)}")
     checks.int32_array("prefix_lens", prefix_lens, (None,), "[R]")
     checks.int32_array("cu_seqlens_q", cu_seqlens_q, (prefix_lens.shape[0] + 1,), "[R + 1]")
     checks.at_least("max_query_len", max_query_len, 0)
@@ -237,10 +246,14 @@ def minimax_m3_index_prefill(
         implementation=implementation,
         interpret=interpret,
     )
-    arrays = (idx_q, index_kv_cache, block_table, cu_seqlens_q, seq_lens, prefix_lens)
-    shape = jax.eval_shape(score, *arrays)  # checks the arguments
-    heads, tokens, width = shape.shape
-    jax.eval_shape(select, shape, cu_seqlens_q, prefix_lens, out=out)
+    pages = checks.pages_of(index_kv_cache)
+    arrays = (idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens)
+    width = _check_score(*arrays, max_query_len, max_seq_len, num_kv_heads)
+    tokens, heads, _ = idx_q.shape
+    topk, _, _ = checks.selection(topk, init_blocks, local_blocks)
+    if out is not None:
+        checks.rows_buffer("out", out, heads, tokens, (topk,), "[H, >=T, K]")
+    implementations.check_options(implementation, interpret, None, policy.ScoreLaunch)
     rows = max(SLICE_BYTES // (4 * heads * width), 1)
     if rows >= tokens:
         return select(score(*arrays), cu_seqlens_q, prefix_lens, out=out)
@@ -262,6 +275,6 @@ def _by_slices(score, select, arrays, out, *, rows, topk):
         return lax.dynamic_update_slice_in_dim(ids, select(part, own_starts, own_prefix), first, axis=1)
 
     ids = jnp.full((heads, tokens, topk), -1, jnp.int32)
-    ids = vary_like(ids, idx_q, jax.tree.leaves(pages)[0], block_table, cu_seqlens_q, seq_lens, prefix_lens)
+    ids = vary_like(ids, idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens)
     ids = lax.fori_loop(jnp.int32(0), jnp.int32(policy.ceil_div(tokens, rows)), step, ids)
     return xla.write_rows(out, ids)

@@ -17,6 +17,7 @@ NAN_SCORE = -1e30  # what a NaN product counts as
 MAX_DECODE_BLOCKS = 65535  # decode serves fewer blocks than this
 PAGES_PER_BLOCK = 8  # 16-token pages of one block
 _MAX_POSITION = 1 << 30  # garbage lengths stop here, so that position sums stay in int32
+MAX_PREFILL_BLOCKS = _MAX_POSITION // BLOCK_SIZE
 
 
 def num_visible_blocks(kv: jax.Array) -> jax.Array:

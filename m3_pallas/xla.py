@@ -102,7 +102,7 @@ def _score(idx_q, pages, block_table, request, kv, tile_request, first_row, rows
     ends = jnp.cumsum(chunks_of, dtype=jnp.int32)
 
     def step(i, score):
-        tile, nth = (x[0] for x in _locate(i[None], chunks_of, ends))
+        tile, nth = (x[0] for x in _locate(jnp.full(1, i, jnp.int32), chunks_of, ends))
         row, own_request = first_row[tile], tile_request[tile]
         first_block = jnp.minimum(nth * chunk, width - chunk)
         blocks = first_block + lax.iota(jnp.int32, chunk)

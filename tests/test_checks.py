@@ -72,6 +72,8 @@ SELECTION = [
 PREFILL = [
     (dict(cu_seqlens_q=i32(3)), ValueError, r"cu_seqlens_q must be \[R \+ 1\] = \[4\], got shape \[3\]"),
     (dict(prefix_lens=jnp.zeros(3)), TypeError, "prefix_lens must be int32, got float32"),
+    (dict(prefix_lens=np.zeros(3, np.int64)), TypeError, "prefix_lens must be int32, got int64"),
+    (dict(cu_seqlens_q="0 1 2 6"), TypeError, "cu_seqlens_q must be an array, got str"),
     (dict(max_query_len=-1), ValueError, "max_query_len must be at least 0, got -1"),
 ]
 DECODE = [
@@ -92,6 +94,7 @@ DECODE = [
         ValueError,
         "attention_block_table needs one index head, got num_kv_heads = 2",
     ),
+    (dict(seq_lens=jax.random.split(jax.random.key(0), 3)), TypeError, "seq_lens must be int32, got key<fry>"),
     (dict(launch=4), TypeError, "launch must be None or a DecodeLaunch, got 4"),
     (dict(launch=LAUNCH, max_seq_len=8320), ValueError, r"num_chunks \* tile of at least 65 blocks, got 1 \* 64"),
     (dict(launch=LAUNCH, topk=65), ValueError, "tile must be at least topk = 65, got 64"),
@@ -101,13 +104,20 @@ TOPK = [
     (dict(score=jnp.zeros((2, 6, 16), jnp.bfloat16)), TypeError, "score must be float32, got bfloat16"),
     (dict(out=i32(2, 5, 2)), ValueError, "out must have at least T = 6 rows"),
 ]
+BOUND = [(dict(max_seq_len=2**30 + 1), ValueError, "max_seq_len must be at most 1073741824, got 1073741825")]
 OPTIONS = [
     (dict(implementation="cuda"), ValueError, "'xla', 'pallas_triton', 'pallas_mosaic_tpu', got 'cuda'"),
+    (dict(implementation=np.zeros(2)), ValueError, r"'pallas_mosaic_tpu', got array\(\[0., 0.\]\)"),
     (dict(interpret=1), TypeError, "interpret must be a bool, got 1"),
 ]
 CALLS = {
     "decode": (m3_pallas.minimax_m3_index_decode, decode_arguments, SHARED + SELECTION + DECODE),
-    "score": (m3_pallas.minimax_m3_index_score, score_arguments, SHARED + PREFILL),
+    "score": (m3_pallas.minimax_m3_index_score, score_arguments, SHARED + PREFILL + BOUND),
+    "prefill": (
+        m3_pallas.minimax_m3_index_prefill,
+        lambda: score_arguments() | dict(topk=2, init_blocks=0, local_blocks=1),
+        SHARED + PREFILL + BOUND + SELECTION + [(dict(out=i32(1, 5, 2)), ValueError, "out must have at least T = 6")],
+    ),
     "topk": (m3_pallas.minimax_m3_index_topk, topk_arguments, SELECTION + PREFILL + TOPK),
 }
 BAD = [
@@ -180,6 +190,32 @@ def test_insert_refuses():
             m3_pallas.insert_index_cache(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: policy.DecodeLaunch(score=None, selection=None),
+            TypeError,
+            "launch: score must be a BalancedScore or",
+        ),
+        (lambda: policy.DecodeLaunch(score=LAUNCH.score, selection=4), TypeError, "launch: selection must be .*got 4"),
+        (lambda: policy.BalancedScore(budget=1.5), TypeError, "budget must be an int, got 1.5"),
+        (lambda: policy.SplitScore(num_chunks=0), ValueError, "num_chunks must be at least 1, got 0"),
+        (lambda: policy.SplitScore(num_chunks=2, num_warps=-3), ValueError, "num_warps must be at least 1, got -3"),
+        (lambda: policy.ScoreLaunch(rows=48, num_chunks=1), ValueError, "rows must be a power of two, got 48"),
+        (lambda: policy.ScoreLaunch(rows=32, num_chunks=1, num_stages=0), ValueError, "num_stages must be at least 1"),
+        (
+            lambda: policy.Selection(num_chunks=1, tile=64, num_warps=6, num_stages=None),
+            ValueError,
+            "num_warps must be a power of two, got 6",
+        ),
+    ],
+)
+def test_launches_that_cannot_be(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
 VALUES = [
     (dict(), None),
     (dict(seq_lens=[300, -1]), r"seq_lens\[1\] = -1 is negative"),
@@ -209,6 +245,13 @@ def test_check_values(changes, message):
         return
     with pytest.raises(ValueError, match=message):
         m3_pallas.check_values(**arrays, **bounds)
+
+
+@pytest.mark.parametrize("bound", ["num_pages", "max_seq_len"])
+def test_check_values_of_bounds(bound):
+    bounds = dict(num_pages=5, max_seq_len=512) | {bound: "x"}
+    with pytest.raises(TypeError, match=f"{bound} must be a static Python int, got 'x'"):
+        m3_pallas.check_values(np.zeros((1, 4), np.int32), np.zeros(1, np.int32), **bounds)
 
 
 def test_check_values_needs_concrete_arrays():

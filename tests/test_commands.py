@@ -1,6 +1,7 @@
 """`python -m m3_pallas check` and `bench`, on the CPU: small sizes, records, bad arguments, interruption."""
 
 import json
+import os
 import pathlib
 import re
 import types
@@ -11,7 +12,7 @@ import pytest
 
 import m3_pallas
 from m3_pallas.__main__ import main
-from m3_pallas.measure import bench, check, environment, profiling, report, rows, shapes
+from m3_pallas.measure import bench, check, environment, output, profiling, report, rows, shapes
 from m3_pallas.measure.calls import decode_oracle, prefill_oracle
 from m3_pallas.measure.cases import CASES, Prefill, decode_inputs, golden, prefill_inputs
 
@@ -260,13 +261,31 @@ def test_bad_arguments(arguments, capsys):
         ),
         (["--json", "missing/bench.json"], "cannot write missing/bench.json: its folder does not exist"),
         (["--plot", "missing/bench.png"], "cannot write missing/bench.png: its folder does not exist"),
+        (["--json", "folder"], "cannot write folder: it is not a regular file"),
+        (["--json", ""], "cannot write .: it is not a regular file"),
+        (["--plot", "x.png", "--json", "x.png"], "--plot and --json are both x.png"),
+        (["--plot", "bench.xyz"], "--plot must end in one of .png, .pdf, .svg, got bench.xyz"),
         (["--vllm", "missing"], "missing holds no MiniMax-M3 indexer of vLLM"),
     ],
 )
 def test_what_cannot_start_says_so_before_measuring(arguments, problem, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
     assert main(["bench", *arguments]) == 2
     assert f"m3_pallas bench: {problem}" in capsys.readouterr().err
+
+
+def test_a_record_goes_where_a_link_points_and_never_over_a_device(tmp_path, capsys):
+    link, file, fifo = tmp_path / "link.json", tmp_path / "file.json", tmp_path / "fifo.json"
+    link.symlink_to(file)
+    output.check_file(link)
+    output.write_json(link, {"rows": 1})
+    assert link.is_symlink()
+    assert json.loads(file.read_text()) == {"rows": 1}
+    os.mkfifo(fifo)
+    assert main(["check", "--json", str(fifo)]) == 2
+    assert "fifo.json: it is not a regular file" in capsys.readouterr().err
+    assert fifo.is_fifo()
 
 
 def test_too_little_memory(capsys, monkeypatch):

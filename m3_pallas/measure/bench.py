@@ -20,9 +20,10 @@ import jax
 
 from m3_pallas import implementations
 from m3_pallas.measure import environment, profiling, progress, report, rows, shapes, vllm
-from m3_pallas.measure.output import check_folder, describe, write_json
+from m3_pallas.measure.output import check_file, describe, write_json
 from m3_pallas.measure.shapes import DecodeShape, K, M, PrefillShape
 
+PICTURES = (".png", ".pdf", ".svg")
 HEADS = (4, 2, 1)  # index heads a device at tensor parallelism 1, 2 and 4
 DIFFERENT, CANNOT_START, INTERRUPTED = 1, 2, 130  # exit statuses
 Row = dict[str, Any]
@@ -154,12 +155,18 @@ def check_outputs(options: argparse.Namespace) -> None:
     """Before anything is measured: can the record be written and the plot drawn?
 
     Raises:
-      FileNotFoundError: if a folder is missing.
-      ImportError: if matplotlib is.
+      OSError, ValueError: if a file cannot be written, or is no picture.
+      ImportError: if matplotlib is missing.
     """
-    check_folder(options.json)
-    check_folder(options.plot)
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+    check_file(options.json)
+    check_file(options.plot)
+    if options.plot is None:
+        return
+    if options.plot == options.json:
+        raise ValueError(f"--plot and --json are both {options.plot}")
+    if options.plot.suffix not in PICTURES:
+        raise ValueError(f"--plot must end in one of {', '.join(PICTURES)}, got {options.plot}")
+    if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib (extra `bench`)")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from m3_pallas import implementations
 from m3_pallas.measure import calls, cases, environment, progress, tiny_m3
 from m3_pallas.measure.cases import CASES, Decode, Prefill
-from m3_pallas.measure.output import check_folder, describe, write_json
+from m3_pallas.measure.output import check_file, describe, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> int:
       record cannot be written, 130 if interrupted.
     """
     try:
-        check_folder(options.json)
-    except FileNotFoundError as error:
+        check_file(options.json)
+    except OSError as error:
         print(f"m3_pallas check: {error}", file=sys.stderr)
         return 2
     record = environment.describe() | {"asked_for": options.implementation, "interrupted": False}

@@ -8,17 +8,29 @@ import pathlib
 from typing import Any
 
 
-def check_folder(file: pathlib.Path | None) -> None:
-    """Raises FileNotFoundError if `file` is given and its folder does not exist."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise FileNotFoundError(f"cannot write {file}: its folder does not exist")
+def check_file(file: pathlib.Path | None) -> None:
+    """Can `file`, if there is one, be written? It may exist, as a regular file.
+
+    Raises:
+      OSError: if not, with the reason.
+    """
+    if file is None:
+        return
+    target = file.resolve()
+    if target.exists() and not target.is_file():
+        raise OSError(f"cannot write {file}: it is not a regular file")
+    if not target.parent.is_dir():
+        raise OSError(f"cannot write {file}: its folder does not exist")
+    if not os.access(target.parent, os.W_OK):
+        raise OSError(f"cannot write {file}: its folder is not writable")
 
 
 def write_json(file: pathlib.Path, record: dict[str, Any]) -> None:
-    """Replace `file` as a whole."""
-    part = file.with_name(file.name + ".part")
+    """Replace the regular file `file`, or what it links to, as a whole."""
+    target = file.resolve()
+    part = target.with_name(target.name + ".part")
     part.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(part, file)
+    os.replace(part, target)
 
 
 def describe(error: Exception) -> str:
