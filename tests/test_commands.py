@@ -355,7 +355,7 @@ def test_device_time_of_a_trace(monkeypatch):
 def test_a_disturbed_trace_is_taken_again(monkeypatch):
     disturbed, other = trace(3), trace(3)
     disturbed[-1].lines[0].events.append(event("memset", 5.0, 6.0))
-    other[-1].lines[0].events[3].name = "memset"  # as many events as expected, but other ones
+    other[-1].lines[0].events[5].name = "memset"  # as many events as expected, but other ones
     assert timed(monkeypatch, disturbed, other, trace(3)).method == profiling.PROFILER
     assert timed(monkeypatch, disturbed, other, disturbed).method == profiling.HOST_CLOCK
     assert timed(monkeypatch, [], [], []).method == profiling.HOST_CLOCK

@@ -81,11 +81,11 @@ def device_time(function: Callable[..., Any], *arguments: Any, calls: int, repla
 
 
 def _replays_of(events: list[Event], replays: int) -> list[list[Event]] | None:
-    """The events of each replay but the first, which warms the profiler up; None unless all ran the same kernels."""
+    """The events of each replay but the first, which warms the profiler up; None unless they ran the same kernels."""
     size = len(events) // replays
-    chunks = [events[i * size : (i + 1) * size] for i in range(replays)]
+    chunks = [events[i * size : (i + 1) * size] for i in range(1, replays)]
     alike = {tuple(sorted(name for name, _, _ in chunk)) for chunk in chunks}
-    return chunks[1:] if size and size * replays == len(events) and len(alike) == 1 else None
+    return chunks if size and size * replays == len(events) and len(alike) == 1 else None
 
 
 def _host_time(function: Callable[..., Any], arguments: tuple, calls: int) -> DeviceTime:
@@ -106,8 +106,8 @@ def _host_time(function: Callable[..., Any], arguments: tuple, calls: int) -> De
 
 def _kernel_events(folder: pathlib.Path) -> list[Event]:
     """Everything that ran on the first device, by start."""
-    [path] = folder.rglob("*.xplane.pb")
-    return device_events(jax.profiler.ProfileData.from_file(str(path)).planes)
+    files = list(folder.rglob("*.xplane.pb"))
+    return device_events(jax.profiler.ProfileData.from_file(str(files[0])).planes) if files else []
 
 
 def device_events(planes: Iterable[Any]) -> list[Event]:
