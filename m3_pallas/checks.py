@@ -98,7 +98,9 @@ def selection(topk: Any, init_blocks: Any, local_blocks: Any) -> tuple[int, int,
 
 
 def rows_buffer(name: str, value: Any, heads: int, tokens: int, tail: tuple[int, ...], letters: str) -> None:
-    """`value` is int32 `[H, >=T, *tail]`."""
+    """`value`, where there is one, is int32 `[H, >=T, *tail]`."""
+    if value is None:
+        return
     int32_array(name, value, (heads, None, *tail), letters)
     if value.shape[1] < tokens:
         raise ValueError(f"{name} must have at least T = {tokens} rows, got shape {list(value.shape)}")

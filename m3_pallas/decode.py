@@ -178,10 +178,8 @@ def minimax_m3_index_decode(
             f"idx_q must have R * decode_query_len = {requests} * {query_len} rows, got shape {list(idx_q.shape)}"
         )
     checks.decode_table(attention_block_table, block_page_stride, requests, heads, num_blocks)
-    if out is not None:
-        checks.rows_buffer("out", out, heads, tokens, (topk,), "[H, >=T, K]")
-    if completion_counter is not None:
-        checks.rows_buffer("completion_counter", completion_counter, heads, tokens, (), "[H, >=T]")
+    checks.rows_buffer("out", out, heads, tokens, (topk,), "[H, >=T, K]")
+    checks.rows_buffer("completion_counter", completion_counter, heads, tokens, (), "[H, >=T]")
     implementations.check_options(implementation, interpret, launch, policy.DecodeLaunch)
     if launch is not None:
         launch.selection.check(num_blocks, topk)

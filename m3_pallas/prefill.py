@@ -154,8 +154,7 @@ def minimax_m3_index_topk(
     checks.int32_array("cu_seqlens_q", cu_seqlens_q, (prefix_lens.shape[0] + 1,), "[R + 1]")
     checks.at_least("max_query_len", max_query_len, 0)
     topk, init_blocks, local_blocks = checks.selection(topk, init_blocks, local_blocks)
-    if out is not None:
-        checks.rows_buffer("out", out, score.shape[0], score.shape[1], (topk,), "[H, >=T, K]")
+    checks.rows_buffer("out", out, score.shape[0], score.shape[1], (topk,), "[H, >=T, K]")
     implementations.check_options(implementation, interpret, launch, policy.Selection)
     if launch is not None:
         launch.check(0, topk)
@@ -251,9 +250,7 @@ def minimax_m3_index_prefill(
     width = _check_score(*arrays, max_query_len, max_seq_len, num_kv_heads)
     tokens, heads, _ = idx_q.shape
     topk, _, _ = checks.selection(topk, init_blocks, local_blocks)
-    if out is not None:
-        checks.rows_buffer("out", out, heads, tokens, (topk,), "[H, >=T, K]")
-    implementations.check_options(implementation, interpret, None, policy.ScoreLaunch)
+    checks.rows_buffer("out", out, heads, tokens, (topk,), "[H, >=T, K]")
     rows = max(SLICE_BYTES // (4 * heads * width), 1)
     if rows >= tokens:
         return select(score(*arrays), cu_seqlens_q, prefix_lens, out=out)

@@ -229,6 +229,26 @@ def test_a_peer_that_fails_leaves_the_others(short_chains):
     assert profiling.DeviceTime(8.0, {}).over(profiling.DeviceTime(4.0, {}, profiling.HOST_CLOCK)) is None
 
 
+def test_peers_of_a_prefill_row(short_chains):
+    class Peers:
+        def prefill(self, variant, queries, arrays, statics, topk):
+            if variant == "common":
+                raise TypeError("no such launch")
+            assert (statics, topk) == ((4, 132, 1), (16, 0, 1))
+            times = [profiling.DeviceTime(us, {}, profiling.HOST_CLOCK) for us in (8.0, 2.0)]
+            return *times, np.tile(np.array([1, 0, *[-1] * 14], np.int32), (1, 4, 1))
+
+    row = rows.prefill_row(
+        shapes.PrefillShape(1, 4, 128), None, profiling.Ceiling(1.0, profiling.HOST_CLOCK), Peers(), 0
+    )  # fmt: skip
+    assert row["peers_us"] == {"amd": {"score": 8.0, "selection": 2.0}}
+    assert row["ids_equal"] == {"amd": 1.0}
+    assert row["peer_errors"] == {"common": "TypeError: no such launch"}
+    assert row["best_peer_over_ours_score"] == pytest.approx(8.0 / row["score_us"])
+    assert row["best_peer_over_ours_selection"] == pytest.approx(2.0 / row["selection_us"])
+    assert "xla_way_us" not in row  # it does not fit in no memory
+
+
 @pytest.mark.parametrize(
     ("theirs", "share"),
     [([3, 1, 2, -1], 1.0), ([4, 1, 2, -1], 0.75), ([1, 2, -1, -1], 0.75), ([0, 1, 2, 3], 0.75), ([-1] * 4, 0.25)],

@@ -20,12 +20,11 @@ import jax
 
 from m3_pallas import implementations
 from m3_pallas.measure import environment, profiling, progress, report, rows, shapes, vllm
-from m3_pallas.measure.output import check_file, describe, write_json
+from m3_pallas.measure.output import CANNOT_START, DIFFERENT, INTERRUPTED, check_file, error_line, write_json
 from m3_pallas.measure.shapes import DecodeShape, K, M, PrefillShape
 
 PICTURES = (".png", ".pdf", ".svg")
 HEADS = (4, 2, 1)  # index heads a device at tensor parallelism 1, 2 and 4
-DIFFERENT, CANNOT_START, INTERRUPTED = 1, 2, 130  # exit statuses
 Row = dict[str, Any]
 
 
@@ -205,8 +204,11 @@ def each(
     """A row for each shape, saved as it comes; a shape that fails leaves its error and the other rows."""
     for shape in progress.bar(asked, label):
         try:
-            done.append(row(shape))
+            measured = row(shape)
+            text = line(measured)
         except Exception as error:
-            done.append({"shape": str(shape), "error": describe(error)})
-        progress.say(line(done[-1]))
+            measured = {"shape": str(shape), "error": error_line(error)}
+            text = f"{measured['shape']:<24}{measured['error']}"
+        done.append(measured)
+        progress.say(text)
         save()

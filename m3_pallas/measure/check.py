@@ -10,12 +10,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from m3_pallas import implementations
 from m3_pallas.measure import calls, cases, environment, progress, tiny_m3
 from m3_pallas.measure.cases import CASES, Decode, Prefill
-from m3_pallas.measure.output import check_file, describe, write_json
+from m3_pallas.measure.output import CANNOT_START, DIFFERENT, INTERRUPTED, check_file, error_line, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +54,18 @@ def run_case(name: str, case: Decode | Prefill, inputs: dict, options: dict[str,
     except NotImplementedError as error:
         return Outcome(name, chosen or "?", not_served=str(error))
     except Exception as error:  # whatever a device does, the table says it
-        return Outcome(name, chosen or "?", problem=describe(error))
+        return Outcome(name, chosen or "?", problem=error_line(error))
     return Outcome(name, chosen, rows, "; ".join(problems))
 
 
 def chosen_for(case: Decode | Prefill, inputs: dict) -> str:
     """What `implementation=None` runs for a case."""
     if isinstance(case, Decode):
-        parts = [functools.partial(calls.decode, case, inputs)]
-    else:
-        score = np.zeros((case.heads, len(inputs["idx_q"]), inputs["block_table"].shape[1]), np.float32)
-        parts = [
-            functools.partial(calls.prefill_score, case, inputs),
-            functools.partial(calls.prefill_topk, case, inputs, score),
-        ]
-    return ", ".join(dict.fromkeys(environment.choice(part).implementation for part in parts))
+        return environment.choice(functools.partial(calls.decode, case, inputs)).implementation
+    score = functools.partial(calls.prefill_score, case, inputs)
+    topk = functools.partial(calls.prefill_topk, case, inputs)
+    both = environment.choice(score), environment.choice(topk, jax.eval_shape(score))
+    return ", ".join(dict.fromkeys(chosen.implementation for chosen in both))
 
 
 def compare(name: str, case: Decode | Prefill, inputs: dict, result: Any) -> tuple[list[str], int]:
@@ -110,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         check_file(options.json)
     except OSError as error:
         print(f"m3_pallas check: {error}", file=sys.stderr)
-        return 2
+        return CANNOT_START
     record = environment.describe() | {"asked_for": options.implementation, "interrupted": False}
     environment.print_description(record)
     named = {} if options.implementation is None else {"implementation": options.implementation}
@@ -132,7 +130,9 @@ def run(options: argparse.Namespace) -> int:
         print("interrupted: the other cases have not run")
     if options.json is not None and outcomes:
         write_json(options.json, record | {"cases": [dataclasses.asdict(o) for o in outcomes], "failed": failed})
-    return 130 if record["interrupted"] else int(failed > 0 or not served)
+    if record["interrupted"]:
+        return INTERRUPTED
+    return DIFFERENT if failed or not served else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Records as JSON files, never half written and known to be writable before anything is measured; errors in a line."""
+"""What the two commands leave: exit statuses, records as JSON files, errors in a line."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 from typing import Any
+
+DIFFERENT, CANNOT_START, INTERRUPTED = 1, 2, 130  # exit statuses other than 0
 
 
 def check_file(file: pathlib.Path | None) -> None:
@@ -26,13 +28,13 @@ def check_file(file: pathlib.Path | None) -> None:
 
 
 def write_json(file: pathlib.Path, record: dict[str, Any]) -> None:
-    """Replace the regular file `file`, or what it links to, as a whole."""
+    """Replace the regular file `file`, or what it links to, as a whole: it is never half written."""
     target = file.resolve()
     part = target.with_name(target.name + ".part")
     part.write_text(json.dumps(record, indent=1) + "\n")
     os.replace(part, target)
 
 
-def describe(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     """Type and first line."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

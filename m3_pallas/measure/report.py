@@ -28,8 +28,6 @@ def number(value: float | None, width: int, form: str = ".1f") -> str:
 
 
 def decode_line(row: Row) -> str:
-    if "error" in row:
-        return f"{row['shape']:<24}{row['error']}"
     peers = row.get("peers_us", {})
     best = min(peers, key=peers.get) if peers else None
     return (
@@ -42,8 +40,6 @@ def decode_line(row: Row) -> str:
 
 
 def prefill_line(row: Row) -> str:
-    if "error" in row:
-        return f"{row['shape']:<24}{row['error']}"
     ratios = [row.get(f"best_peer_over_ours_{part}") for part in ("score", "selection")]
     both = "-" if None in ratios else " ".join(f"{ratio:.2f}" for ratio in ratios)
     ids = min(row["ids_equal"].values()) if row.get("ids_equal") else None

@@ -10,7 +10,7 @@ import numpy as np
 import m3_pallas
 from m3_pallas.implementations import Implementation
 from m3_pallas.measure import environment, xla_way
-from m3_pallas.measure.output import describe
+from m3_pallas.measure.output import error_line
 from m3_pallas.measure.profiling import HOST_CLOCK, Ceiling, DeviceTime, device_time
 from m3_pallas.measure.shapes import PREFILL_CALLS, TOPK, DecodeShape, PrefillShape, decode_arrays, prefill_arrays
 from m3_pallas.measure.vllm import VARIANTS, Peers
@@ -40,6 +40,20 @@ def same_ids(theirs: np.ndarray, ours: np.ndarray) -> float:
 def chosen(implementation: Implementation | None, call, *arrays: Any) -> str:
     """The implementation that runs, by name."""
     return implementation or environment.choice(call, *arrays).implementation
+
+
+def peer_times(row: dict[str, Any], variants: tuple[str, ...], call, ids: np.ndarray) -> dict[str, list[DeviceTime]]:
+    """Times of `call(variant)`, which returns them and then ids; equal ids and errors go to `row`."""
+    times = {}
+    row |= {"ids_equal": {}, "peer_errors": {}}
+    for variant in variants:
+        try:
+            *times[variant], theirs = call(variant)
+        except Exception as error:  # a variant that does not run here leaves the others
+            row["peer_errors"][variant] = error_line(error)
+        else:
+            row["ids_equal"][variant] = same_ids(theirs, ids)
+    return times
 
 
 def add_ratio(row: dict[str, Any], name: str, theirs: list[DeviceTime], ours: DeviceTime) -> None:
@@ -83,17 +97,11 @@ def decode_row(
         "share_of_ceiling": shape.bytes / time.span / 1e3 / ceiling.value,
     }
     if peers is not None:
-        times = {}
-        row |= {"peers_us": {}, "ids_equal": {}, "peer_errors": {}}
-        for variant in VARIANTS:
-            try:
-                times[variant], theirs = peers.decode(variant, queries, tuple(rest), shape.statics)
-            except Exception as error:  # a variant that does not run here leaves the others
-                row["peer_errors"][variant] = describe(error)
-                continue
-            row["peers_us"][variant] = times[variant].span
-            row["ids_equal"][variant] = same_ids(theirs, ids)
-        add_ratio(row, "best_peer_over_ours", list(times.values()), time)
+        times = peer_times(
+            row, VARIANTS, lambda v: peers.decode(v, queries, tuple(rest), shape.statics), ids
+        )  # fmt: skip
+        row["peers_us"] = {v: whole.span for v, (whole,) in times.items()}
+        add_ratio(row, "best_peer_over_ours", [whole for (whole,) in times.values()], time)
     if memory is None or shape.gathered <= memory:
         # One call: XLA would gather once for several, and its gathered keys and float32 products exist whole.
         way = chain_time(lambda q, *a: xla_way.decode(q, *a, *shape.statics), (queries[0],), *rest)
@@ -152,19 +160,13 @@ def prefill_row(
     }
     del scores  # vLLM's take as much again
     if peers is not None:
-        times = {}
-        row |= {"peers_us": {}, "ids_equal": {}, "peer_errors": {}}
-        for variant in PREFILL_VARIANTS:
-            try:
-                *both, theirs = peers.prefill(variant, queries, tuple(rest), shape.statics, (TOPK, 0, 1))
-            except Exception as error:
-                row["peer_errors"][variant] = describe(error)
-                continue
-            times[variant] = dict(zip(("score", "selection"), both, strict=True))
-            row["peers_us"][variant] = {name: time.span for name, time in times[variant].items()}
-            row["ids_equal"][variant] = same_ids(theirs, ids)
-        for name in ("score", "selection"):
-            add_ratio(row, f"best_peer_over_ours_{name}", [time[name] for time in times.values()], ours[name])
+        topk = (TOPK, 0, 1)
+        times = peer_times(
+            row, PREFILL_VARIANTS, lambda v: peers.prefill(v, queries, tuple(rest), shape.statics, topk), ids
+        )  # fmt: skip
+        row["peers_us"] = {v: {"score": s.span, "selection": t.span} for v, (s, t) in times.items()}
+        for i, name in enumerate(("score", "selection")):
+            add_ratio(row, f"best_peer_over_ours_{name}", [both[i] for both in times.values()], ours[name])
     if memory is None or shape.gathered <= memory:
         way = chain_time(lambda q, *a: xla_way.prefill(q, *a, heads=shape.heads, topk=TOPK), each[:1], *rest)
         row["xla_way_us"] = way.span
