@@ -36,7 +36,9 @@ PREFILL_FULL_ROWS = 32
 PREFILL_PROGRAMS = 512  # at least so many, two for each place an H200 has; else the blocks are split
 PREFILL_PROGRAMS_LONG = 1024  # from this many blocks on, where a program's start weighs less
 PREFILL_LONG_BLOCKS = 512
-PREFILL_MAX_TILE = 1024
+PREFILL_TOPK_TILE = 256
+PREFILL_TOPK_GROUPS = 32  # the lanes of a warp
+PREFILL_TOPK_GROUPS_AMD = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,27 @@ class ScoreLaunch:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TopkLaunch:
+    """Prefill top-k launch: a program a row.
+
+    Attributes:
+      groups: how many groups a row's blocks are dealt to, best the lanes of a warp; never fewer than twice K.
+      tile: blocks that one step over a row takes; never fewer than four a group.
+      num_warps, num_stages: of the backend; None is its default.
+    """
+
+    groups: int
+    tile: int
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self):
+        _backend(self)
+        _power_of_two("groups", self.groups)
+        _power_of_two("tile", self.tile)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeLaunch:
     """How `minimax_m3_index_decode` runs on a GPU."""
 
@@ -242,12 +265,18 @@ def prefill_score_launch(
     return ScoreLaunch(rows=rows, num_chunks=chunks, num_warps=8, num_stages=stages)
 
 
-def prefill_selection_launch(*, arch: str, num_blocks: int) -> Selection:
-    """The launch of a prefill selection call on scores of B `num_blocks` columns."""
-    tile = min(max(ceil_power_of_two(num_blocks), 64), PREFILL_MAX_TILE)
-    # Many rows fill the GPU: a row per warp needs no barrier. On AMD one warp would spill.
-    warps = 1 if not arch.startswith("gfx") else 4 if tile == 64 else 8
-    return Selection(num_chunks=1, tile=tile, num_warps=warps, num_stages=1)
+def prefill_topk_launch(*, arch: str, topk: int) -> TopkLaunch:
+    """The launch of a prefill top-k call: K `topk`."""
+    # Many rows fill the GPU: a row a warp needs no barrier, and each lane has a group. A large K asks for more groups
+    # than the registers of one warp can rank.
+    groups = PREFILL_TOPK_GROUPS_AMD if arch.startswith("gfx") else PREFILL_TOPK_GROUPS
+    warps = 1 if topk_candidates(groups, topk) == 2 * groups else ceil_power_of_two(topk) // 8
+    return TopkLaunch(groups=groups, tile=PREFILL_TOPK_TILE, num_warps=warps, num_stages=1)
+
+
+def topk_candidates(groups: int, topk: int) -> int:
+    """Candidates that a prefill top-k program ranks at most, two for each of its groups."""
+    return 2 * max(groups, 2 * ceil_power_of_two(topk))
 
 
 def decode_selection(*, arch: str, num_blocks: int, tokens: int, heads: int, topk: int) -> Selection:
@@ -308,7 +337,7 @@ def _power_of_two(name: str, value: int) -> None:
         raise ValueError(f"{name} must be a power of two, got {value!r}")
 
 
-def _backend(launch: _Score | Selection | ScoreLaunch) -> None:
+def _backend(launch: _Score | Selection | ScoreLaunch | TopkLaunch) -> None:
     """The fields that Triton's backend takes."""
     if launch.num_warps is not None:
         _power_of_two("num_warps", launch.num_warps)

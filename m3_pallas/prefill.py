@@ -14,7 +14,7 @@ from m3_pallas.mosaic_tpu import prefill as mosaic_prefill
 from m3_pallas.triton import prefill as triton_prefill
 
 SCORE_WIDTH_MULTIPLE = 16  # scores are padded to this many blocks
-SLICE_BYTES = 40 << 20  # scores that exist at once in the combined call
+SLICE_BYTES = 50 << 20  # scores, and candidates for selection, that exist at once in the combined call
 
 
 def minimax_m3_index_score(
@@ -117,7 +117,7 @@ def minimax_m3_index_topk(
     *,
     implementation: Implementation | None = None,
     interpret: bool = False,
-    launch: policy.Selection | None = None,
+    launch: policy.TopkLaunch | None = None,
 ) -> jax.Array:
     """Select the top-k blocks of each prefill row from its block scores.
 
@@ -135,7 +135,8 @@ def minimax_m3_index_topk(
       init_blocks: leading blocks to force.
       local_blocks: trailing visible blocks to force.
       out: `[H, >=T, K]` int32. The result is `out` with `[:, :T]` replaced; in place when donated.
-      implementation, interpret, launch: as for `minimax_m3_index_decode`.
+      implementation, interpret: as for `minimax_m3_index_decode`.
+      launch: a `policy.TopkLaunch` for the GPU kernel, instead of its policy's.
 
     Returns:
       `topk_idx [H, T, K]` int32, or `out`'s shape. The result has no gradient.
@@ -155,11 +156,7 @@ def minimax_m3_index_topk(
     checks.at_least("max_query_len", max_query_len, 0)
     topk, init_blocks, local_blocks = checks.selection(topk, init_blocks, local_blocks)
     checks.rows_buffer("out", out, score.shape[0], score.shape[1], (topk,), "[H, >=T, K]")
-    implementations.check_options(implementation, interpret, launch, policy.Selection)
-    if launch is not None:
-        launch.check(0, topk)
-        if launch.num_chunks != 1:
-            raise ValueError(f"launch: num_chunks must be 1 in prefill, got {launch.num_chunks}")
+    implementations.check_options(implementation, interpret, launch, policy.TopkLaunch)
     return _topk(
         score,
         cu_seqlens_q,
@@ -215,7 +212,7 @@ def minimax_m3_index_prefill(
 
     The score array never exists whole: rows are scored and selected some tokens at a time, so that beside its result
     the call keeps at most 64 MiB whatever T and the context are. (Where one token's scores alone take more than
-    40 MiB, it keeps those of one token.)
+    50 MiB, it keeps those of one token.)
 
     Args:
       idx_q .. max_seq_len, num_kv_heads: as for `minimax_m3_index_score`.
@@ -251,7 +248,8 @@ def minimax_m3_index_prefill(
     tokens, heads, _ = idx_q.shape
     topk, _, _ = checks.selection(topk, init_blocks, local_blocks)
     checks.rows_buffer("out", out, heads, tokens, (topk,), "[H, >=T, K]")
-    rows = max(SLICE_BYTES // (4 * heads * width), 1)
+    candidates = min(policy.topk_candidates(policy.PREFILL_TOPK_GROUPS_AMD, topk), width)
+    rows = max(SLICE_BYTES // (4 * heads * (width + candidates)), 1)
     if rows >= tokens:
         return select(score(*arrays), cu_seqlens_q, prefix_lens, out=out)
     return _by_slices(score, select, arrays, out, rows=policy.even_size(tokens, rows), topk=topk)

@@ -116,23 +116,60 @@ def test_prefill_score_of_blocks_below_what_nan_counts_as(launch):
     np.testing.assert_allclose(np.asarray(score)[normal], expected[normal], rtol=1e-5)
 
 
-@pytest.mark.parametrize("topk", [1, 5, 16, 33])
-@pytest.mark.parametrize("tile", [64, 256])
-def test_prefill_selection(tile, topk):
-    """Rows of one block to several tiles, with ties, through tiles of every width."""
-    rng = np.random.default_rng(301)
-    blocks = np.array([1, 2, 15, 16, 17, 63, 64, 65, 200, 256, 257, 400], np.int32)
-    score = rng.integers(-20, 20, (2, blocks.size + 1, 400)).astype(np.float32)
+def select(score, blocks, topk, *, tile=256, init_blocks=0, local_blocks=1):
+    """Ids of rows that see `blocks` blocks each, and the oracle's."""
     starts = np.arange(blocks.size + 1, dtype=np.int32)
-    launch = policy.Selection(num_chunks=1, tile=tile, num_warps=1, num_stages=1)
     arrays = (score, starts, blocks * 128 - 1)
-    ids = m3_pallas.minimax_m3_index_topk(*map(jnp.asarray, arrays), 1, topk, 1, 2, launch=launch, **OPTIONS)
-    expected = reference.index_topk(*arrays, topk=topk, init_blocks=1, local_blocks=2)
+    launch = policy.TopkLaunch(groups=32, tile=tile, num_warps=1, num_stages=1)
+    ids = m3_pallas.minimax_m3_index_topk(
+        *map(jnp.asarray, arrays), 1, topk, init_blocks, local_blocks, launch=launch, **OPTIONS
+    )
+    return ids, reference.index_topk(*arrays, topk=topk, init_blocks=init_blocks, local_blocks=local_blocks)
+
+
+ROWS = np.array([1, 2, 15, 16, 17, 32, 33, 63, 64, 65, 200, 256, 257, 400], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("tile", "topk", "forced"),
+    [(256, 16, (0, 1)), (64, 16, (1, 2)), (256, 5, (3, 300)), (128, 1, (0, 0)), (256, 33, (0, 1))],
+)
+def test_prefill_selection(tile, topk, forced):
+    """Rows of one block to several tiles, with a row past the last request and garbage in the hidden columns."""
+    rng = np.random.default_rng(301)
+    score = rng.standard_normal((2, ROWS.size + 1, 400)).astype(np.float32)
+    score[:, np.arange(400) >= np.append(ROWS, 0)[:, None]] = np.nan
+    ids, expected = select(score, ROWS, topk, tile=tile, init_blocks=forced[0], local_blocks=forced[1])
     np.testing.assert_array_equal(ids, expected)
 
 
+COLUMNS = np.arange(400)
+CROWDED = {
+    "equal": np.zeros(400),
+    "few values": COLUMNS % 3,
+    "one group": np.where(COLUMNS % 128 < 4, 1000 - COLUMNS, -COLUMNS),
+    "few groups": np.where(COLUMNS % 128 < 48, COLUMNS, -COLUMNS),
+    "just too many": np.where(COLUMNS % 128 < 60, 5, COLUMNS / 500),
+    "rising": COLUMNS,
+    "falling": -COLUMNS,
+    "nothing": np.full(400, -np.inf),
+    "NaN": np.full(400, np.nan),
+    "NaN among lower": np.where(COLUMNS % 7, -2e30, np.nan),
+    "NaN among higher": np.where(COLUMNS % 7, COLUMNS, np.nan),
+    "infinite": np.where(COLUMNS % 5, COLUMNS, np.inf),
+    "zeros": np.where(COLUMNS % 2, 0.0, -0.0),
+}
+
+
+def test_prefill_selection_where_more_reach_the_bound_than_scratch_holds():
+    score = np.stack([np.broadcast_to(row, (ROWS.size, 400)) for row in CROWDED.values()]).astype(np.float32)
+    ids, expected = select(score, ROWS, 16)
+    for name, head, right in zip(CROWDED, ids, expected, strict=True):
+        np.testing.assert_array_equal(head, right, err_msg=name)
+
+
 def test_combined_prefill_repeats_no_rows():
-    """Slices of even size: 2560 tokens fit, but four of 2048 make up 8192."""
+    """Slices of even size: 2844 tokens fit, but three of 2731 make up 8192."""
     tokens, heads, context = 8192, 4, 131072
     shape, i32 = jax.ShapeDtypeStruct, jnp.int32
     arrays = (
@@ -145,4 +182,4 @@ def test_combined_prefill_repeats_no_rows():
         jax.eval_shape(
             lambda *a: m3_pallas.minimax_m3_index_prefill(*a, tokens, context, 16, 0, 1, heads), *arrays
         )  # fmt: skip
-    assert {call.args[0].shape[0] for call in score.call_args_list} == {2048}
+    assert {call.args[0].shape[0] for call in score.call_args_list} == {2731}

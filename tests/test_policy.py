@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from m3_pallas import policy
-from m3_pallas.policy import BalancedScore, DecodeLaunch, Selection, SplitScore
+from m3_pallas.policy import BalancedScore, DecodeLaunch, Selection, SplitScore, TopkLaunch
 
 BASE = dict(
     arch="gfx950",
@@ -147,6 +147,8 @@ def test_even_split_owns_every_block_once(num_blocks, num_chunks):
             lambda: Selection(num_chunks=3, tile=64, num_warps=1, num_stages=1),
             "num_chunks must be a power of two, got 3",
         ),
+        (lambda: TopkLaunch(groups=48, tile=256), "groups must be a power of two, got 48"),
+        (lambda: TopkLaunch(groups=32, tile=0), "tile must be at least 1, got 0"),
         (lambda: Selection(num_chunks=1, tile=100, num_warps=1, num_stages=1), "tile must be a power of two, got 100"),
     ],
 )
@@ -160,6 +162,18 @@ def test_launches_are_static_arguments():
     launch = policy.decode_launch(**BASE)
     assert launch == DecodeLaunch(score=launch.score, selection=dataclasses.replace(launch.selection))
     assert hash(launch) == hash(policy.decode_launch(**BASE))
+
+
+@pytest.mark.parametrize(
+    ("arch", "topk", "groups", "warps", "candidates"),
+    [("sm_90", 1, 32, 1, 64), ("sm_90", 16, 32, 1, 64), ("sm_90", 17, 32, 4, 128), ("sm_90", 64, 32, 8, 256),
+     ("gfx942", 16, 64, 1, 128), ("gfx950", 32, 64, 1, 128), ("gfx950", 33, 64, 8, 256)],
+)  # fmt: skip
+def test_prefill_topk(arch, topk, groups, warps, candidates):
+    """A lane a group while K leaves half of the groups over; twice as many candidates as groups, and four times K."""
+    launch = policy.prefill_topk_launch(arch=arch, topk=topk)
+    assert launch == TopkLaunch(groups=groups, tile=256, num_warps=warps, num_stages=1)
+    assert policy.topk_candidates(groups, topk) == candidates
 
 
 @given(st.integers(1, 100_000), st.integers(1, 100_000))

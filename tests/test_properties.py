@@ -58,7 +58,10 @@ def test_every_implementation_equals_the_oracle(batch, forced):
         np.testing.assert_array_equal(actual, expected)
 
 
-@given(st.lists(st.one_of(st.sampled_from(SPECIAL), st.floats(width=32)), min_size=40, max_size=40), st.integers(0, 40))
+FLOATS = st.floats(width=32, allow_subnormal=False)  # which may tie with zero: docs/numerics.md
+
+
+@given(st.lists(st.one_of(st.sampled_from(SPECIAL), FLOATS), min_size=40, max_size=40), st.integers(0, 40))
 def test_selection_is_the_total_order(scores, visible):
     score = np.asarray(scores, np.float32)
     ids = m3_pallas.minimax_m3_index_topk(

@@ -24,14 +24,16 @@ from m3_pallas.measure.vllm import Sources
 
 
 def make(root: pathlib.Path) -> JaxTritonPeers:
-    """The peers, if this jax-triton can trace a call under this JAX."""
+    """The peers, if this jax-triton can trace a call under this JAX and compile it for the GPU that is here."""
     shape = jax.ShapeDtypeStruct
     arrays = (shape((1, 256, 128), jnp.bfloat16), shape((1, 1), jnp.int32), shape((1,), jnp.int32))
     try:
         peers = JaxTritonPeers(root)
         with jax.enable_x64(True):
             run = peers.chain("amd", "minimax_m3_index_decode", (128, 16, 0, 1, 1, 1, 1))
-            jax.jit(run).trace((shape((1, 1, 128), jnp.bfloat16),), *arrays)
+            traced = jax.jit(run).trace((shape((1, 1, 128), jnp.bfloat16),), *arrays)
+            if jax.default_backend() == "gpu":
+                traced.lower()  # compiles the kernels: an older Triton fails only here
     except Exception as error:
         versions = f"jax-triton {jax_triton.__version__} with JAX {jax.__version__}"
         raise NotImplementedError(f"{versions} cannot run vLLM's kernels ({type(error).__name__}: {error})") from error

@@ -63,8 +63,7 @@ def index_topk(
 ):  # fmt: skip
     """Selected ids `[H, T, K]` (or `out`'s shape) of scores `[H, T, S]`."""
     if launch is None:
-        arch = decode.policy_arch(platform, interpret)
-        launch = policy.prefill_selection_launch(arch=arch, num_blocks=score.shape[2])
+        launch = policy.prefill_topk_launch(arch=decode.policy_arch(platform, interpret), topk=topk)
     return prefill_selection.prefill_select(
         score,
         cu_seqlens_q,

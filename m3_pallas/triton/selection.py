@@ -164,10 +164,10 @@ def _select_kernel(
 
             def count_better(i, rank):
                 other_keys, other_ids = load_winners(i * slots + lax.iota(jnp.int32, slots))
-                return rank + _num_better(keys, ids, other_keys, other_ids)
+                return rank + num_better(keys, ids, other_keys, other_ids)
 
             rank = lax.fori_loop(jnp.int32(0), active, count_better, jnp.zeros_like(ids))
-            emit_row(_take(rank, ids, slots))
+            emit_row(take_ranked(rank, ids, slots))
             plgpu.store(counter_ref.at[head, row], jnp.int32(0))
 
         def merge_last():
@@ -186,25 +186,25 @@ def _select_kernel(
         pl.when(chunk < active)(run)
 
 
-def _beats(key, block, other_key, other_block):
+def beats(key, block, other_key, other_block):
     """One comparison a pair, and one for ties: order keys end well below the largest int32."""
     return key + (block < other_block).astype(jnp.int32) > other_key
 
 
-def _take(rank, values, slots):
+def take_ranked(rank, values, slots):
     """The values of ranks 0 .. `slots` - 1, in rank order."""
     chosen = rank[:, None] == lax.iota(jnp.int32, slots)[None, :]  # [n, slots]
     return jnp.sum(jnp.where(chosen, values[:, None], 0), axis=0, dtype=jnp.int32)
 
 
-def _ranks(keys, blocks):
+def rank_blocks(keys, blocks):
     """How many candidates beat each: a permutation, as the blocks are distinct."""
-    return _num_better(keys, blocks, keys, blocks)
+    return num_better(keys, blocks, keys, blocks)
 
 
-def _num_better(keys, blocks, other_keys, other_blocks):
+def num_better(keys, blocks, other_keys, other_blocks):
     """How many of the others beat each. Sums run down axis 0, where a thread holds most of a column."""
-    better = _beats(other_keys[:, None], other_blocks[:, None], keys[None, :], blocks[None, :])  # [others, n]
+    better = beats(other_keys[:, None], other_blocks[:, None], keys[None, :], blocks[None, :])  # [others, n]
     return jnp.sum(better, axis=0, dtype=jnp.int32)
 
 
@@ -216,14 +216,14 @@ def _top_of_tile(load_keys, first, tile, slots):
     while size > 1:
         # Groups hold consecutive blocks, so equal bests go to the group that starts lower.
         keys = jnp.max(load_keys(starts[:, None] + lax.iota(jnp.int32, size)[None, :]), axis=1)
-        starts = _take(_ranks(keys, starts), starts, slots)
+        starts = take_ranked(rank_blocks(keys, starts), starts, slots)
         part = max(slots * size // lanes, 1)
         offsets = part * lax.iota(jnp.int32, size // part)
         starts = (starts[:, None] + offsets[None, :]).reshape(slots * size // part)
         size = part
     keys = load_keys(starts)
-    rank = _ranks(keys, starts)
-    return _take(rank, keys, slots), _take(rank, starts, slots)
+    rank = rank_blocks(keys, starts)
+    return take_ranked(rank, keys, slots), take_ranked(rank, starts, slots)
 
 
 def top_of_blocks(load_keys, first, count, tile, slots, *, single_tile):
@@ -247,8 +247,8 @@ def _merge_sorted(left, right, slots):
     slot = lax.iota(jnp.int32, slots)
     ranked = []
     for (keys, ids), (other_keys, other_ids) in ((left, right), (right, left)):
-        ranked.append((slot + _num_better(keys, ids, other_keys, other_ids), keys, ids))
-    return tuple(sum(_take(entry[0], entry[i], slots) for entry in ranked) for i in (1, 2))
+        ranked.append((slot + num_better(keys, ids, other_keys, other_ids), keys, ids))
+    return tuple(sum(take_ranked(entry[0], entry[i], slots) for entry in ranked) for i in (1, 2))
 
 
 def _store_table(table_refs, attention_table_ref, ids, row, request, position, topk, stride):
