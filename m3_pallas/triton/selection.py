@@ -137,7 +137,7 @@ def _select_kernel(
             _store_table(table_refs, attention_table_ref, ids, row, request, position, topk, block_page_stride)
 
     def run():
-        keys, ids = top_of_blocks(load_keys, first, count, tile, slots, single_tile=launch.single_tile)
+        keys, ids = _top_of_blocks(load_keys, first, count, tile, slots, single_tile=launch.single_tile)
         if chunks == 1:
             emit_row(ids)
             return
@@ -167,7 +167,7 @@ def _select_kernel(
                 return rank + num_better(keys, ids, other_keys, other_ids)
 
             rank = lax.fori_loop(jnp.int32(0), active, count_better, jnp.zeros_like(ids))
-            emit_row(take_ranked(rank, ids, slots))
+            emit_row(_take(rank, ids, slots))
             plgpu.store(counter_ref.at[head, row], jnp.int32(0))
 
         def merge_last():
@@ -191,13 +191,13 @@ def beats(key, block, other_key, other_block):
     return key + (block < other_block).astype(jnp.int32) > other_key
 
 
-def take_ranked(rank, values, slots):
+def _take(rank, values, slots):
     """The values of ranks 0 .. `slots` - 1, in rank order."""
     chosen = rank[:, None] == lax.iota(jnp.int32, slots)[None, :]  # [n, slots]
     return jnp.sum(jnp.where(chosen, values[:, None], 0), axis=0, dtype=jnp.int32)
 
 
-def rank_blocks(keys, blocks):
+def _ranks(keys, blocks):
     """How many candidates beat each: a permutation, as the blocks are distinct."""
     return num_better(keys, blocks, keys, blocks)
 
@@ -216,17 +216,17 @@ def _top_of_tile(load_keys, first, tile, slots):
     while size > 1:
         # Groups hold consecutive blocks, so equal bests go to the group that starts lower.
         keys = jnp.max(load_keys(starts[:, None] + lax.iota(jnp.int32, size)[None, :]), axis=1)
-        starts = take_ranked(rank_blocks(keys, starts), starts, slots)
+        starts = _take(_ranks(keys, starts), starts, slots)
         part = max(slots * size // lanes, 1)
         offsets = part * lax.iota(jnp.int32, size // part)
         starts = (starts[:, None] + offsets[None, :]).reshape(slots * size // part)
         size = part
     keys = load_keys(starts)
-    rank = rank_blocks(keys, starts)
-    return take_ranked(rank, keys, slots), take_ranked(rank, starts, slots)
+    rank = _ranks(keys, starts)
+    return _take(rank, keys, slots), _take(rank, starts, slots)
 
 
-def top_of_blocks(load_keys, first, count, tile, slots, *, single_tile):
+def _top_of_blocks(load_keys, first, count, tile, slots, *, single_tile):
     """Order keys and ids of the best `slots` of `count` blocks from `first`, best first, a tile at a time.
 
     `load_keys` takes block ids of any shape and gives their keys, `HIDDEN_KEY` past the last block.
@@ -248,7 +248,7 @@ def _merge_sorted(left, right, slots):
     ranked = []
     for (keys, ids), (other_keys, other_ids) in ((left, right), (right, left)):
         ranked.append((slot + num_better(keys, ids, other_keys, other_ids), keys, ids))
-    return tuple(sum(take_ranked(entry[0], entry[i], slots) for entry in ranked) for i in (1, 2))
+    return tuple(sum(_take(entry[0], entry[i], slots) for entry in ranked) for i in (1, 2))
 
 
 def _store_table(table_refs, attention_table_ref, ids, row, request, position, topk, stride):
