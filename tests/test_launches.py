@@ -18,7 +18,6 @@ SHORT = (
     "decode_spec_three_of_five",
     "decode_ties",
     "decode_k32",
-    "decode_shared_pages",
     "decode_table_stride16_spec",
 )
 NAMES = [name for name, case in CASES.items() if isinstance(case, Decode)] if ON_GPU else SHORT
