@@ -1,6 +1,7 @@
 """Loading vLLM's kernels: what is found, what is refused, and its Python code run on stand-ins for tensors."""
 
 import importlib
+import re
 import sys
 import types
 
@@ -86,7 +87,8 @@ def test_nothing_found(tmp_path):
 def test_nothing_to_run_it_with(tree, monkeypatch):
     for module in ("jax_triton", "torch"):
         monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "m3_pallas.measure.vllm_jax", raising=False)
+    for module in ("vllm_jax", "vllm_torch"):
+        monkeypatch.delitem(sys.modules, f"m3_pallas.measure.{module}", raising=False)
     with pytest.raises(ImportError, match=r"need jax-triton .*vllm_jax: .*vllm_torch: "):
         vllm.peers(str(tree))
 
@@ -97,8 +99,15 @@ def test_a_jax_triton_that_cannot_gives_way(tree, jax_triton, monkeypatch):
 
     jax_triton.triton_call = refuse
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match="cannot run vLLM's kernels \\(TypeError: takes 2 positional arguments"):
+    monkeypatch.delitem(sys.modules, "m3_pallas.measure.vllm_torch", raising=False)
+    reason = "cannot run vLLM's kernels (TypeError: takes 2 positional arguments"
+    with pytest.raises(ImportError, match=re.escape(reason)):
         vllm.peers(str(tree))
+    torch = types.SimpleNamespace(make=lambda root: root)
+    monkeypatch.setitem(sys.modules, "m3_pallas.measure.vllm_torch", torch)
+    peers, [passed_over] = vllm.peers(str(tree))
+    assert peers == tree
+    assert reason in passed_over
 
 
 @pytest.mark.parametrize(("variant", "policy"), [("amd", 0), ("amd gfx950", 2), ("common", 0)])

@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
         decode, prefill = wanted(options)
         decode = fitting(decode, memory, explicit=bool(options.requests or options.contexts))
         prefill = fitting(prefill, memory, explicit=bool(options.tokens or options.contexts))
-        peers = None if options.vllm is None else vllm.peers(options.vllm)
+        peers, passed_over = (None, []) if options.vllm is None else vllm.peers(options.vllm)
     except (ImportError, MemoryError, OSError, ValueError) as error:
         print(f"m3_pallas bench: {error}", file=sys.stderr)
         return CANNOT_START
@@ -129,8 +129,10 @@ def run(options: argparse.Namespace) -> int:
     if options.implementation is not None:
         print(f"asked for: {options.implementation}")
     if peers is not None:
-        record["peers"] = {"through": peers.name, **peers.versions()}
-        print("vLLM's kernels through " + ", ".join(f"{k} {v}" for k, v in record["peers"].items() if k != "through"))
+        record["peers"] = {"through": peers.name, **peers.versions(), "passed_over": passed_over}
+        print("vLLM's kernels through " + ", ".join(f"{k} {v}" for k, v in peers.versions().items()))
+        for reason in passed_over:
+            print(f"not through {reason}")
     record |= {"asked_for": options.implementation, "decode": [], "prefill": [], "interrupted": False}
     save = functools.partial(write_record, options.json, record)
     try:

@@ -61,8 +61,8 @@ def find(folder: str) -> pathlib.Path:
     return root
 
 
-def peers(folder: str) -> Peers:
-    """vLLM's kernels through jax-triton, or through PyTorch where jax-triton cannot.
+def peers(folder: str) -> tuple[Peers, list[str]]:
+    """vLLM's kernels through jax-triton, or through PyTorch where jax-triton cannot, and then why it cannot.
 
     Raises:
       FileNotFoundError: as `find`.
@@ -72,7 +72,7 @@ def peers(folder: str) -> Peers:
     reasons = []
     for module in ("vllm_jax", "vllm_torch"):
         try:
-            return importlib.import_module(f"m3_pallas.measure.{module}").make(root)
+            return importlib.import_module(f"m3_pallas.measure.{module}").make(root), reasons
         except Exception as error:  # whatever an unknown version of either does, the other may do
             reasons.append(f"{module}: {type(error).__name__}: {error}")
     raise ImportError("vLLM's kernels need jax-triton (extra `bench`) or PyTorch: " + "; ".join(reasons))
