@@ -210,23 +210,38 @@ def test_a_row_that_fails_leaves_the_others(short_chains, tmp_path, capsys, monk
     assert report.markdown(record).count("\n| R ") == 2
 
 
+RIGHT = np.array([[[1, 0, *[-1] * 14]]], np.int32)
+
+
 def test_a_peer_that_fails_leaves_the_others(short_chains):
     class Peers:
         def decode(self, variant, queries, arrays, statics):
             if variant == "amd gfx950":
                 raise TypeError("no such launch")
             method = profiling.GRAPH if variant == "amd" else profiling.HOST_CLOCK
-            return profiling.DeviceTime(8.0, {}, method), np.zeros((1, 1, 16), np.int32)
+            return profiling.DeviceTime(8.0, {}, method), RIGHT
 
     shape = shapes.DecodeShape(1, 1, 1, 256)
     row = rows.decode_row(shape, None, profiling.Ceiling(1.0, profiling.HOST_CLOCK), Peers(), None)
     assert row["peers_us"] == {"amd": 8.0, "common": 8.0}
     assert row["peer_errors"] == {"amd gfx950": "TypeError: no such launch"}
-    assert row["ids_equal"]["amd"] == 1 / 16  # ours are 0 and 1, theirs 0 sixteen times
     # Device time is not compared with the host's clock: the ratio is that of "common".
     assert row["best_peer_over_ours"] == pytest.approx(8.0 / row["call_us"])
     assert profiling.DeviceTime(8.0, {}, profiling.GRAPH).over(profiling.DeviceTime(4.0, {})) == 2.0
     assert profiling.DeviceTime(8.0, {}).over(profiling.DeviceTime(4.0, {}, profiling.HOST_CLOCK)) is None
+
+
+def test_a_peer_with_other_answers_gets_no_ratio(short_chains):
+    class Peers:
+        def decode(self, variant, queries, arrays, statics):
+            ids = np.zeros_like(RIGHT) if variant == "amd" else RIGHT
+            return profiling.DeviceTime(8.0 if variant == "common" else 1.0, {}, profiling.HOST_CLOCK), ids
+
+    shape = shapes.DecodeShape(1, 1, 1, 256)
+    row = rows.decode_row(shape, None, profiling.Ceiling(1.0, profiling.HOST_CLOCK), Peers(), None)
+    assert row["ids_equal"] == {"amd": 1 / 16, "amd gfx950": 1.0, "common": 1.0}  # "amd" says 0 sixteen times
+    assert row["peer_errors"] == {"amd": "6.2% of the ids are equal"}
+    assert row["peers_us"] == {"amd gfx950": 1.0, "common": 8.0}
 
 
 def test_peers_of_a_prefill_row(short_chains):
@@ -236,7 +251,7 @@ def test_peers_of_a_prefill_row(short_chains):
                 raise TypeError("no such launch")
             assert (statics, topk) == ((4, 132, 1), (16, 0, 1))
             times = [profiling.DeviceTime(us, {}, profiling.HOST_CLOCK) for us in (8.0, 2.0)]
-            return *times, np.tile(np.array([1, 0, *[-1] * 14], np.int32), (1, 4, 1))
+            return *times, np.tile(RIGHT, (1, 4, 1))
 
     row = rows.prefill_row(
         shapes.PrefillShape(1, 4, 128), None, profiling.Ceiling(1.0, profiling.HOST_CLOCK), Peers(), 0

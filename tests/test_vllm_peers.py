@@ -15,6 +15,8 @@ from m3_pallas.measure import vllm
 pytest.importorskip("triton")
 
 INDEX_TOPK = """
+import types
+
 import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
@@ -22,6 +24,8 @@ from vllm.utils.math_utils import round_up
 
 
 class _Kernel:
+    params = [types.SimpleNamespace(do_not_specialize=i == 7) for i in range(9)]
+
     def __getitem__(self, grid):
         raise AssertionError("launched without its stand-in")
 
@@ -40,7 +44,7 @@ def minimax_m3_index_decode(idx_q: torch.Tensor, pages, table, seq_lens: torch.T
     score = torch.empty((idx_q.shape[0], round_up(3, 16)), dtype=torch.float32, device=idx_q.device)
     ids = torch.empty(idx_q.shape[1], idx_q.shape[0], statics[1], dtype=torch.int32, device=idx_q.device)
     strides = idx_q.stride(0), ids.stride(-1)
-    _fused_kernel[(7, 2)](idx_q, score, ids, ids, seq_lens, *strides, rocm, BLOCK=128, num_warps=2)
+    _fused_kernel[(7, 2)](idx_q, score, ids, ids, seq_lens, seq_lens, *strides, rocm, BLOCK=128, num_warps=2)
     return ids
 """
 
@@ -103,6 +107,7 @@ def test_a_jax_triton_that_cannot_gives_way(tree, jax_triton, monkeypatch):
     reason = "cannot run vLLM's kernels (TypeError: takes 2 positional arguments"
     with pytest.raises(ImportError, match=re.escape(reason)):
         vllm.peers(str(tree))
+    assert sys.modules["torch"] is None
     torch = types.SimpleNamespace(make=lambda root: root)
     monkeypatch.setitem(sys.modules, "m3_pallas.measure.vllm_torch", torch)
     peers, [passed_over] = vllm.peers(str(tree))
@@ -125,8 +130,11 @@ def test_calls_become_launches(tree, jax_triton, variant, policy):
     arguments, grid, options = jax_triton.launches[0]
     assert grid == (7, 2)
     assert options == {"BLOCK": 128, "num_warps": 2}
-    query, score, out, again, lens, *numbers = arguments
+    query, score, out, again, lens, lens_again, *numbers = arguments
     assert (query.shape, score.shape, out.shape, lens.shape) == ((6, 2, 128), (6, 16), (2, 6, 4), (6,))
     assert again.shape == (1,)  # a mutable array may be given once
+    assert lens_again is lens
+    folded = [vars(p).get("is_constexpr", False) for p in peers.sources.module(variant)._fused_kernel.kernel.params]
+    assert folded == [False] * 6 + [True, False, True]  # integers, but for the one not to be specialized on
     assert numbers == [256, 1, policy]
     assert not {name for name in set(sys.modules) - before if name.startswith("vllm")}

@@ -120,16 +120,14 @@ class Sources:
     @contextlib.contextmanager
     def stubs(self) -> Iterator[None]:
         """The stubs in `sys.modules`, and what was there before back again."""
-        before = {name: sys.modules.get(name) for name in self._stubs}
+        before = {name: sys.modules[name] for name in self._stubs if name in sys.modules}
         sys.modules.update(self._stubs)
         try:
             yield
         finally:
-            for name, module in before.items():
-                if module is None:
-                    sys.modules.pop(name, None)
-                else:
-                    sys.modules[name] = module
+            for name in self._stubs:
+                sys.modules.pop(name, None)
+            sys.modules.update(before)
 
     def module(self, variant: str) -> Any:
         """The module with the calls of `variant`, which it then follows."""

@@ -45,8 +45,9 @@ class Tensor:
 
     device = None
 
-    def __init__(self, value: Any):
+    def __init__(self, value: Any, *, mutable: bool = False):
         self.value = value
+        self.mutable = mutable
         self.shape = tuple(value.shape)
         self.dtype = jnp.dtype(value.dtype)
 
@@ -67,7 +68,7 @@ class Allocator:
     def __call__(self, *shape: Any, dtype: Any, device: Any = None) -> Tensor:
         shape = tuple(shape[0]) if isinstance(shape[0], tuple) else shape
         if self.next == len(self.arrays):
-            self.arrays.append(Tensor(jax.new_ref(jnp.zeros(shape, dtype))))
+            self.arrays.append(Tensor(jax.new_ref(jnp.zeros(shape, dtype)), mutable=True))
         array = self.arrays[self.next]
         if (array.shape, array.dtype) != (shape, jnp.dtype(dtype)):
             raise ValueError(f"a chain must make equal calls: allocated {array.shape}, then {shape}")
@@ -114,16 +115,31 @@ class Launcher:
         values, seen = [], []
         for argument in arguments:
             value = argument.value if isinstance(argument, Tensor) else argument
-            if isinstance(argument, Tensor) and any(argument is other for other in seen):
-                value = jnp.zeros(1, argument.dtype)  # given twice where the kernel has no use for the second
-            seen.append(argument)
+            if isinstance(argument, Tensor) and argument.mutable:
+                if any(argument is other for other in seen):  # JAX takes no mutable array twice
+                    value = jnp.zeros(1, argument.dtype)  # vLLM gives one twice where the kernel has no use for it
+                seen.append(argument)
             values.append(value)
         kernel = self.kernel
         while isinstance(kernel, triton.runtime.Heuristics):  # jax-triton takes them inside an autotuner only
             named = dict(zip(kernel.arg_names, values, strict=False)) | options
             options |= {name: heuristic(named) for name, heuristic in kernel.values.items()}
             kernel = kernel.fn
+        _fold_integers(kernel, values)
         jax_triton.triton_call(*values, kernel=kernel, out_type=(), grid=grid, **options)
+
+
+def _fold_integers(kernel: Any, values: list[Any]) -> None:
+    """Make constants of the integers that Triton specializes on, strides above all.
+
+    Triton's own launcher tells the compiler which integers 16 divides; jax-triton 0.4.1 does not, and so the kernels
+    would load element by element.
+    """
+    while isinstance(kernel, triton.runtime.Autotuner | triton.runtime.Heuristics):
+        kernel = kernel.fn
+    for parameter, value in zip(kernel.params, values, strict=False):
+        if isinstance(value, int) and not parameter.do_not_specialize:
+            vars(parameter)["is_constexpr"] = True
 
 
 class JaxTritonPeers:
