@@ -14,7 +14,7 @@ from m3_pallas.mosaic_tpu import prefill as mosaic_prefill
 from m3_pallas.triton import prefill as triton_prefill
 
 SCORE_WIDTH_MULTIPLE = 16  # scores are padded to this many blocks
-SLICE_BYTES = 50 << 20  # scores, and candidates for selection, that exist at once in the combined call
+SLICE_BYTES = 50_500_000  # of scores, and of candidates for selection, that exist at once in the combined call
 
 
 def minimax_m3_index_score(
@@ -212,7 +212,7 @@ def minimax_m3_index_prefill(
 
     The score array never exists whole: rows are scored and selected some tokens at a time, so that beside its result
     the call keeps at most 64 MiB whatever T and the context are. (Where one token's scores alone take more than
-    50 MiB, it keeps those of one token.)
+    50 MB, it keeps those of one token.)
 
     Args:
       idx_q .. max_seq_len, num_kv_heads: as for `minimax_m3_index_score`.
