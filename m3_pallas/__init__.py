@@ -11,6 +11,7 @@ from m3_pallas.policy import DecodeLaunch as DecodeLaunch
 from m3_pallas.policy import ScoreLaunch as ScoreLaunch
 from m3_pallas.policy import Selection as Selection
 from m3_pallas.policy import SplitScore as SplitScore
+from m3_pallas.policy import TopkLaunch as TopkLaunch
 from m3_pallas.prefill import minimax_m3_index_prefill as minimax_m3_index_prefill
 from m3_pallas.prefill import minimax_m3_index_score as minimax_m3_index_score
 from m3_pallas.prefill import minimax_m3_index_topk as minimax_m3_index_topk

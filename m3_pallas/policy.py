@@ -1,6 +1,6 @@
 """Launch policies of the GPU kernels: pure functions of shapes, dtypes and architecture. Imports no jax.
 
-On `gfx*` architectures they mirror vLLM 0.32.0's, number for number. Dtypes are names ("bfloat16"), architectures
+On `gfx*` architectures decode's mirror vLLM 0.32.0's, number for number. Dtypes are names ("bfloat16"), architectures
 are strings ("gfx950", "gfx942", "sm_90").
 Legend: R requests, T query tokens, H index heads, D head dim, B blocks of the longest sequence, K selected blocks.
 """

@@ -210,9 +210,10 @@ def minimax_m3_index_prefill(
 ) -> jax.Array:
     """`minimax_m3_index_score` and `minimax_m3_index_topk` in one call, for those who need only the ids.
 
-    The score array never exists whole: rows are scored and selected some tokens at a time, so that beside its result
-    the call keeps at most 64 MiB whatever T and the context are. (Where one token's scores alone take more than
-    50 MB, it keeps those of one token.)
+    The score array never exists whole: rows are scored and selected some tokens at a time, so that at contexts from
+    128K tokens the call keeps at most 64 MiB beside its result, whatever T is. (Where one token's scores alone take
+    more than 50 MB, it keeps those of one token.) At short contexts and many tokens a slice's queries weigh more than
+    its scores and are not counted: 138 MiB at T 262144, H 4, 2K tokens. So does a second copy of the ids with `out`.
 
     Args:
       idx_q .. max_seq_len, num_kv_heads: as for `minimax_m3_index_score`.

@@ -42,7 +42,7 @@ def decode_line(row: Row) -> str:
 def prefill_line(row: Row) -> str:
     ratios = [row.get(f"best_peer_over_ours_{part}") for part in ("score", "selection")]
     both = "-" if None in ratios else " ".join(f"{ratio:.2f}" for ratio in ratios)
-    ids = min(row["ids_equal"].values()) if row.get("ids_equal") else None
+    ids = min((row["ids_equal"][variant] for variant in row.get("peers_us", ())), default=None)
     return (
         f"{row['shape']:<24}{number(row['score_us'], 9)}{number(row['selection_us'], 8)}"
         f"{number(row['combined_us'], 10)}{number(row['tflop_per_s'], 9, '.2f')}"

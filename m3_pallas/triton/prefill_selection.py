@@ -4,8 +4,8 @@ A program owns one row of one head. Rows are many, so what counts is instruction
 rows run at once. Ranking is quadratic, so few candidates are ranked: the blocks are dealt to groups, one a lane, at
 least twice as many as K. The K-th best of the groups' best scores is a bound that K blocks reach. A second pass leaves
 those that reach it, 1.4 K on average, in scratch, where each is ranked against all. Where more reach it than scratch
-holds, because scores are equal or the best blocks share few groups, the best are taken one by one instead. Rows of few
-blocks are ranked at once, and no row pays for a longer one.
+holds, because scores are equal or NaN or the best blocks share few groups, the best are taken one by one instead. Rows
+of few blocks are ranked at once, and no row pays for a longer one.
 
 Limits: K up to 64.
 """
