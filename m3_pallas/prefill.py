@@ -14,7 +14,9 @@ from m3_pallas.mosaic_tpu import prefill as mosaic_prefill
 from m3_pallas.triton import prefill as triton_prefill
 
 SCORE_WIDTH_MULTIPLE = 16  # scores are padded to this many blocks
-SLICE_BYTES = 50_500_000  # of scores, and of candidates for selection, that exist at once in the combined call
+# What exists at once in the combined call: scores and candidates for selection; those, queries and ids.
+SLICE_BYTES = 50_500_000
+SLICE_BYTES_IN_ALL = 54_000_000
 
 
 def minimax_m3_index_score(
@@ -210,10 +212,9 @@ def minimax_m3_index_prefill(
 ) -> jax.Array:
     """`minimax_m3_index_score` and `minimax_m3_index_topk` in one call, for those who need only the ids.
 
-    The score array never exists whole: rows are scored and selected some tokens at a time, so that at contexts from
-    128K tokens the call keeps at most 64 MiB beside its result, whatever T is. (Where one token's scores alone take
-    more than 50 MB, it keeps those of one token.) At short contexts and many tokens a slice's queries weigh more than
-    its scores and are not counted: 138 MiB at T 262144, H 4, 2K tokens. So does a second copy of the ids with `out`.
+    The score array never exists whole: rows are scored and selected some tokens at a time, so that beside its result
+    the call keeps at most 64 MiB whatever T and the context are. (Where one token's scores alone take more than
+    50 MB, it keeps those of one token.)
 
     Args:
       idx_q .. max_seq_len, num_kv_heads: as for `minimax_m3_index_score`.
@@ -246,18 +247,20 @@ def minimax_m3_index_prefill(
     pages = checks.pages_of(index_kv_cache)
     arrays = (idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens)
     width = _check_score(*arrays, max_query_len, max_seq_len, num_kv_heads)
-    tokens, heads, _ = idx_q.shape
+    tokens, heads, dim = idx_q.shape
     topk, _, _ = checks.selection(topk, init_blocks, local_blocks)
     checks.rows_buffer("out", out, heads, tokens, (topk,), "[H, >=T, K]")
     candidates = min(policy.topk_candidates(policy.PREFILL_TOPK_GROUPS_AMD, topk), width)
-    rows = max(SLICE_BYTES // (4 * heads * (width + candidates)), 1)
+    scores = 4 * heads * (width + candidates)  # bytes a token
+    in_all = scores + heads * (dim * idx_q.dtype.itemsize + 4 * topk)
+    rows = max(min(SLICE_BYTES // scores, SLICE_BYTES_IN_ALL // in_all), 1)
     if rows >= tokens:
         return select(score(*arrays), cu_seqlens_q, prefix_lens, out=out)
     return _by_slices(score, select, arrays, out, rows=policy.even_size(tokens, rows), topk=topk)
 
 
 def _by_slices(score, select, arrays, out, *, rows, topk):
-    """Ids `[H, T, K]`, `rows` tokens at a time; the last slice moves back inside and repeats what it overlaps."""
+    """Ids `[H, T, K]` or `out` with them, `rows` tokens at a time; the last slice moves back and repeats some."""
     idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens = lax.stop_gradient(arrays)
     tokens, heads, _ = idx_q.shape
     starts = jnp.clip(cu_seqlens_q, 0, tokens)
@@ -270,7 +273,6 @@ def _by_slices(score, select, arrays, out, *, rows, topk):
         part = score(queries, pages, block_table, own_starts, seq_lens, own_prefix)
         return lax.dynamic_update_slice_in_dim(ids, select(part, own_starts, own_prefix), first, axis=1)
 
-    ids = jnp.full((heads, tokens, topk), -1, jnp.int32)
+    ids = jnp.full((heads, tokens, topk), -1, jnp.int32) if out is None else out
     ids = vary_like(ids, idx_q, pages, block_table, cu_seqlens_q, seq_lens, prefix_lens)
-    ids = lax.fori_loop(jnp.int32(0), jnp.int32(policy.ceil_div(tokens, rows)), step, ids)
-    return xla.write_rows(out, ids)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(policy.ceil_div(tokens, rows)), step, ids)

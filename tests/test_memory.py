@@ -50,9 +50,18 @@ def test_prefill(tokens):
     assert temporaries(topk, ((4, tokens, width), jnp.float32), ((3,), i32), ((2,), i32)) <= LIMIT
 
 
-@pytest.mark.parametrize(("tokens", "context", "heads"), [(16384, 1 << 20, 1), (16384, 1 << 20, 4), (8192, 131072, 4)])
-def test_combined_prefill(tokens, context, heads):
-    """Where the two calls need `heads * tokens * context / 128 * 4` bytes: 0.5 to 2 GiB."""
+@pytest.mark.parametrize(
+    ("tokens", "context", "heads", "dtype"),
+    [
+        (16384, 1 << 20, 1, jnp.bfloat16),
+        (16384, 1 << 20, 4, jnp.bfloat16),
+        (8192, 131072, 4, jnp.bfloat16),
+        (131072, 4096, 4, jnp.bfloat16),  # here a token's queries are larger than its scores
+        (262144, 2048, 4, jnp.float32),
+    ],
+)
+def test_combined_prefill(tokens, context, heads, dtype):
+    """Where the two calls need `heads * tokens * context / 128 * 4` bytes, up to 2 GiB."""
 
     def prefill(*arrays):
         return m3_pallas.minimax_m3_index_prefill(
@@ -60,6 +69,6 @@ def test_combined_prefill(tokens, context, heads):
         )  # fmt: skip
 
     i32 = jnp.int32
-    queries, pages = ((tokens, heads, 128), jnp.bfloat16), ((8192, 128, 128), jnp.bfloat16)
+    queries, pages = ((tokens, heads, 128), dtype), ((8192, 128, 128), dtype)
     table = ((2, context // 128), i32)
     assert temporaries(prefill, queries, pages, table, ((3,), i32), ((2,), i32), ((2,), i32)) <= LIMIT

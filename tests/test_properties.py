@@ -138,10 +138,10 @@ def chunks(draw):
 
 
 @functools.partial(jax.jit, static_argnames=("call", "options"))
-def prefill(*arrays, call, options=()):
+def prefill(*arrays, call, options=(), out=None):
     shared = dict(max_query_len=8, max_seq_len=BLOCKS * 128, num_kv_heads=2, **dict(options))
     if call == "combined":
-        return m3_pallas.minimax_m3_index_prefill(*arrays, topk=4, init_blocks=1, local_blocks=1, **shared)
+        return m3_pallas.minimax_m3_index_prefill(*arrays, topk=4, init_blocks=1, local_blocks=1, out=out, **shared)
     score = m3_pallas.minimax_m3_index_score(*arrays, **shared)
     select = functools.partial(m3_pallas.minimax_m3_index_topk, score, arrays[3], arrays[5], 8, 4, 1, 1)
     return score, select(**dict(options))
@@ -160,13 +160,17 @@ def test_ragged_prefill_equals_the_oracle(arrays):
 
 @pytest.mark.parametrize("rows", [1, 5, 24])
 def test_combined_prefill_in_slices_of_any_size(rows, monkeypatch):
-    monkeypatch.setattr(m3_pallas.prefill, "SLICE_BYTES", rows * 4 * 2 * 16)
+    monkeypatch.setattr(m3_pallas.prefill, "SLICE_BYTES", rows * 4 * 2 * (16 + 16))  # scores, candidates
     jax.clear_caches()
 
     @settings(max_examples=6)
     @given(chunks())
     def equals_two_calls(arrays):
-        np.testing.assert_array_equal(prefill(*arrays, call="combined"), prefill(*arrays, call="two")[1])
+        ids = prefill(*arrays, call="two")[1]
+        np.testing.assert_array_equal(prefill(*arrays, call="combined"), ids)
+        buffer = prefill(*arrays, call="combined", out=np.full((2, 30, 4), 7, np.int32))
+        np.testing.assert_array_equal(buffer[:, :24], ids)
+        np.testing.assert_array_equal(buffer[:, 24:], 7)
 
     equals_two_calls()
     jax.clear_caches()
