@@ -42,23 +42,38 @@ PREFILL_TOPK_GROUPS_AMD = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Score:
-    """What both score launches have.
+class _Launch:
+    """What all launches have.
 
     Attributes:
       num_warps, num_stages: of the backend; None is its default.
+    """
+
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def __post_init__(self):
+        if self.num_warps is not None:
+            _power_of_two("num_warps", self.num_warps)
+        if self.num_stages is not None:
+            _positive("num_stages", self.num_stages)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Score(_Launch):
+    """What both score launches of decode have, beside `num_warps` and `num_stages`.
+
+    Attributes:
       min_columns: least width of the product's query side. A lone column is multiplied and added without the matrix
         unit; padded to 8 or 16 it goes through it.
       tile_tokens: keys of a page that one step loads, 128 or 64. Fewer need less on-chip memory for each stage.
     """
 
-    num_warps: int | None = None
-    num_stages: int | None = None
     min_columns: int = 1
     tile_tokens: int = 128
 
     def __post_init__(self):
-        _backend(self)
+        super().__post_init__()
         _power_of_two("min_columns", self.min_columns)
         if self.tile_tokens not in (64, 128):
             raise ValueError(f"tile_tokens must be 64 or 128, got {self.tile_tokens!r}")
@@ -91,7 +106,7 @@ class SplitScore(_Score):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Selection:
+class Selection(_Launch):
     """Top-k launch: grid `[T, H, num_chunks]`, the last program of a row to arrive merges.
 
     Attributes:
@@ -104,13 +119,13 @@ class Selection:
 
     num_chunks: int
     tile: int
-    num_warps: int | None
-    num_stages: int | None
+    num_warps: int | None = dataclasses.field()  # no default
+    num_stages: int | None = dataclasses.field()
     single_tile: bool = False
     adaptive_merge: bool = False
 
     def __post_init__(self):
-        _backend(self)
+        super().__post_init__()
         _power_of_two("num_chunks", self.num_chunks)
         _power_of_two("tile", self.tile)
 
@@ -126,7 +141,7 @@ class Selection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ScoreLaunch:
+class ScoreLaunch(_Launch):
     """Prefill score launch.
 
     Attributes:
@@ -137,17 +152,15 @@ class ScoreLaunch:
 
     rows: int
     num_chunks: int
-    num_warps: int | None = None
-    num_stages: int | None = None
 
     def __post_init__(self):
-        _backend(self)
+        super().__post_init__()
         _power_of_two("rows", self.rows)
         _positive("num_chunks", self.num_chunks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TopkLaunch:
+class TopkLaunch(_Launch):
     """Prefill top-k launch: a program a row.
 
     Attributes:
@@ -158,11 +171,9 @@ class TopkLaunch:
 
     groups: int
     tile: int
-    num_warps: int | None = None
-    num_stages: int | None = None
 
     def __post_init__(self):
-        _backend(self)
+        super().__post_init__()
         _power_of_two("groups", self.groups)
         _power_of_two("tile", self.tile)
 
@@ -335,14 +346,6 @@ def _power_of_two(name: str, value: int) -> None:
     _positive(name, value)
     if value & (value - 1):
         raise ValueError(f"{name} must be a power of two, got {value!r}")
-
-
-def _backend(launch: _Score | Selection | ScoreLaunch | TopkLaunch) -> None:
-    """The fields that Triton's backend takes."""
-    if launch.num_warps is not None:
-        _power_of_two("num_warps", launch.num_warps)
-    if launch.num_stages is not None:
-        _positive("num_stages", launch.num_stages)
 
 
 def ceil_div(value: int, divisor: int) -> int:

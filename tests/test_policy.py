@@ -157,6 +157,11 @@ def test_launches_refuse(make, message):
         make()
 
 
+def test_a_selection_names_its_backend():
+    with pytest.raises(TypeError, match="num_warps"):
+        Selection(num_chunks=1, tile=64)  # pyright: ignore[reportCallIssue]
+
+
 def test_launches_are_static_arguments():
     """Hashable and comparable by value, so that equal launches do not retrace."""
     launch = policy.decode_launch(**BASE)
