@@ -262,6 +262,10 @@ def test_peers_of_a_prefill_row(short_chains):
     assert row["best_peer_over_ours_score"] == pytest.approx(8.0 / row["score_us"])
     assert row["best_peer_over_ours_selection"] == pytest.approx(2.0 / row["selection_us"])
     assert "xla_way_us" not in row  # it does not fit in no memory
+    # The ids shown are those of the variants that got a ratio.
+    line = report.prefill_line(row | {"ids_equal": {"amd": 1.0, "common": 0.06}})
+    assert "100.0%" in line
+    assert "6.0%" not in line
 
 
 @pytest.mark.parametrize(

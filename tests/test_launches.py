@@ -137,6 +137,7 @@ def test_prefill_selection(tile, topk, forced):
     """Rows of one block to several tiles, with a row past the last request and garbage in the hidden columns."""
     rng = np.random.default_rng(301)
     score = rng.standard_normal((2, ROWS.size + 1, 400)).astype(np.float32)
+    score[1] = rng.integers(-20, 20, score[1].shape)  # ties
     score[:, np.arange(400) >= np.append(ROWS, 0)[:, None]] = np.nan
     ids, expected = select(score, ROWS, topk, tile=tile, init_blocks=forced[0], local_blocks=forced[1])
     np.testing.assert_array_equal(ids, expected)

@@ -15,7 +15,7 @@ from m3_pallas.measure.profiling import HOST_CLOCK, Ceiling, DeviceTime, device_
 from m3_pallas.measure.shapes import PREFILL_CALLS, TOPK, DecodeShape, PrefillShape, decode_arrays, prefill_arrays
 from m3_pallas.measure.vllm import VARIANTS, Peers
 
-SAME_IDS = 0.99  # share of equal ids from which a peer did the same work: vLLM leaves ties open in prefill
+SAME_IDS = 0.99  # share of equal ids from which a peer did the same work: sums in another order swap close scores
 PREFILL_VARIANTS = ("amd", "common")  # gfx950 changes nothing in prefill
 
 

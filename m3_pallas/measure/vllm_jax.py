@@ -140,6 +140,8 @@ def _fold_integers(kernel: Any, values: list[Any]) -> None:
     for parameter, value in zip(kernel.params, values, strict=False):
         if isinstance(value, int) and not parameter.do_not_specialize:
             vars(parameter)["is_constexpr"] = True
+        else:
+            vars(parameter).pop("is_constexpr", None)  # as the kernel declares it
 
 
 class JaxTritonPeers:

@@ -105,7 +105,7 @@ def _select_kernel(
         return lax.fori_loop(plain_steps, steps, lambda i, c: step(load, blocks_of(i), c), carry)
 
     def best_of_groups(load, blocks, best):
-        # Whether a maximum skips NaN or is one: the bound is low enough either way.
+        # Maximum and minimum both skip NaN compiled and both keep it interpreted: either way the bound is low enough.
         scores = [load(part)[0] for part in blocks]
         return jnp.maximum(best, jnp.max(functools.reduce(jnp.maximum, scores), axis=0))
 
