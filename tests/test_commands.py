@@ -2,9 +2,6 @@
 
 import json
 import os
-import pathlib
-import re
-import types
 
 import jax
 import numpy as np
@@ -17,7 +14,7 @@ from m3_pallas.measure.calls import decode_oracle, prefill_oracle
 from m3_pallas.measure.cases import CASES, Prefill, decode_inputs, golden, prefill_inputs
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="expects what a CPU answers")
-DESCRIPTION = {"device", "platform", "architecture", "m3_pallas", "jax", "jaxlib", "python", "implementations"}
+DESCRIPTION = {"date", "device", "platform", "architecture", "m3_pallas", "jax", "jaxlib", "python", "implementations"}
 SMALL = ["bench", "--requests", "2", "--heads", "1", "--contexts", "1K", "--tokens", "128"]
 
 
@@ -140,7 +137,7 @@ def test_bench(short_chains, tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
     record = json.loads(json_file.read_text())
     assert record.keys() == DESCRIPTION | {
-        "date", "topk", "asked_for", "decode", "prefill", "interrupted", "geometric_means", "read_ceiling_gb_per_s",
+        "topk", "asked_for", "decode", "prefill", "interrupted", "geometric_means", "read_ceiling_gb_per_s",
         "read_ceiling_method", "matrix_ceiling_tflop_per_s", "matrix_ceiling_method",
     }  # fmt: skip
     assert record["read_ceiling_method"] == profiling.HOST_CLOCK
@@ -342,62 +339,6 @@ def test_too_little_memory(capsys, monkeypatch):
 def test_memory_of_a_prefill_shape():
     """Keys of 2 KiB tokens of 256 bytes three times; scores of 16 blocks for twelve calls of 2 * 512 rows."""
     assert shapes.PrefillShape(2, 512, 1536).needed == 3 * 2048 * 256 + 12 * 2 * 512 * 16 * 4
-
-
-def test_table_is_that_of_the_docs():
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "performance.md").read_text()
-    text = {section.split("\n")[0]: section for section in text.split("\n## ")}
-    options = bench.argparse.Namespace(
-        table=True, call="all", requests=None, heads=None, contexts=None, tokens=None, query_len=1
-    )  # fmt: skip
-    decode, prefill = bench.wanted(options)
-    rows = re.findall(r"^\| (R \d+ H \d+ q \d+ \d+[KM]) ", text["Decode on an H200: measured"], re.M)
-    assert list(map(str, decode)) == rows
-    rows = re.findall(r"^\| (H \d T \d+ prefix \d+) ", text["Prefill on an H200: measured"], re.M)
-    assert list(map(str, prefill)) == rows
-
-
-def event(name, start, end):
-    return types.SimpleNamespace(name=name, start_ns=start, duration_ns=end - start)
-
-
-def trace(replays):
-    """Planes of a trace of two calls of two kernels a replay, 3 and 1 us inside, 1 us apart; the first is slower."""
-    events = []
-    for replay in range(replays):
-        for call in range(2):
-            start = replay * 1e6 + call * 6000
-            slow = 500.0 if replay == 0 else 0.0
-            events += [event("m3_score", start, start + 3000 + slow), event("m3_select", start + 4000, start + 5000)]
-    lines = [types.SimpleNamespace(name=name, events=own) for name, own in (("Stream #1", events), ("XLA Ops", events))]
-    host = types.SimpleNamespace(name="/host:CPU", lines=lines)
-    return [host, types.SimpleNamespace(name="/device:GPU:1", lines=lines[:1]),
-            types.SimpleNamespace(name="/device:GPU:0", lines=lines)]  # fmt: skip
-
-
-def timed(monkeypatch, *traces):
-    """`device_time` of three replays whose traces are these, one after the other."""
-    left = list(traces)
-    monkeypatch.setattr(profiling, "_kernel_events", lambda folder: profiling.device_events(left.pop(0)))
-    monkeypatch.setattr(profiling, "HOST_CHAIN_SECONDS", 0.01)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    return profiling.device_time(lambda: jax.numpy.zeros(()), calls=2, replays=3)
-
-
-def test_device_time_of_a_trace(monkeypatch):
-    time = timed(monkeypatch, trace(3))
-    assert time == profiling.DeviceTime(span=5.5, kernels={"m3_score": 3.0, "m3_select": 1.0})
-    assert rows.part(time, "score") == 3.0
-    assert rows.part(time, "merge") is None
-
-
-def test_a_disturbed_trace_is_taken_again(monkeypatch):
-    disturbed, other = trace(3), trace(3)
-    disturbed[-1].lines[0].events.append(event("memset", 5.0, 6.0))
-    other[-1].lines[0].events[5].name = "memset"  # as many events as expected, but other ones
-    assert timed(monkeypatch, disturbed, other, trace(3)).method == profiling.PROFILER
-    assert timed(monkeypatch, disturbed, other, disturbed).method == profiling.HOST_CLOCK
-    assert timed(monkeypatch, [], [], []).method == profiling.HOST_CLOCK
 
 
 def test_a_kernel_that_cannot_serve_says_why_in_the_choice(monkeypatch):

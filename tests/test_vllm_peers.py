@@ -138,3 +138,32 @@ def test_calls_become_launches(tree, jax_triton, variant, policy):
     assert folded == [False] * 6 + [True, False, True]  # integers, but for the one not to be specialized on
     assert numbers == [256, 1, policy]
     assert not {name for name in set(sys.modules) - before if name.startswith("vllm")}
+
+
+def test_a_chain_that_is_no_command_buffer_is_launched(tree, jax_triton, monkeypatch):
+    vllm_jax = importlib.import_module("m3_pallas.measure.vllm_jax")
+    refusals = [jax.errors.JaxRuntimeError("CUDA_ERROR_NOT_SUPPORTED")] * 2
+
+    def device_time(function, *arguments, calls):
+        if refusals:
+            raise refusals.pop()
+        return function(*arguments), calls
+
+    monkeypatch.setattr(vllm_jax, "device_time", device_time)
+    peers = vllm_jax.JaxTritonPeers(tree)
+    firsts, rest = (jnp.zeros(3), jnp.ones(3)), (jnp.ones(3),)
+
+    def run(firsts, rest):
+        return firsts[1] + rest
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="NOT_SUPPORTED"):  # both ways
+        peers._time(run, firsts, rest)
+    refusals[:] = [jax.errors.JaxRuntimeError("CUDA_ERROR_NOT_SUPPORTED")]
+    total, calls = peers._time(run, firsts, rest)
+    np.testing.assert_array_equal(total, [2, 2, 2])
+    assert calls == 2
+    # The option reaches the compiler, which knows it: one that it does not know it refuses.
+    refusals[:] = [jax.errors.JaxRuntimeError("CUDA_ERROR_NOT_SUPPORTED")]
+    monkeypatch.setattr(vllm_jax, "NO_COMMAND_BUFFER", {"xla_no_such_option": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        peers._time(run, firsts, rest)

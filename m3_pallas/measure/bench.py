@@ -8,7 +8,6 @@ on the same arrays. Interrupted, it keeps the finished rows.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import importlib.util
 import pathlib
@@ -124,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
     except (ImportError, MemoryError, OSError, ValueError) as error:
         print(f"m3_pallas bench: {error}", file=sys.stderr)
         return CANNOT_START
-    record = environment.describe() | {"date": datetime.date.today().isoformat(), "topk": shapes.TOPK}
+    record: Row = environment.describe() | {"topk": shapes.TOPK}
     environment.print_description(record)
     if options.implementation is not None:
         print(f"asked for: {options.implementation}")

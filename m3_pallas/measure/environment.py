@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import pathlib
 import platform
@@ -92,6 +93,7 @@ def describe() -> dict[str, Any]:
     architectures = {"cpu": platform.machine(), "tpu": device.device_kind}
     architecture = architectures.get(lowered_for) or triton_device.architecture(lowered_for)
     return {
+        "date": datetime.date.today().isoformat(),
         "device": device.device_kind,
         "platform": lowered_for,
         "architecture": architecture,

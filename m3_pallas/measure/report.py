@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 from typing import Any
 
@@ -76,32 +77,38 @@ def geometric_means(record: Row) -> dict[str, float]:
 
 
 def markdown(record: Row) -> str:
-    """The decode rows, then the prefill rows, as tables."""
+    """The decode rows, then the prefill rows, as tables. Times are in microseconds."""
     lines = []
     decode, prefill = (finished(record.get(call, [])) for call in ("decode", "prefill"))
     if decode:
         peers = list(dict.fromkeys(peer for row in decode for peer in row.get("peers_us", {})))
-        lines += _head(["shape", "score", "selection", "call", "GB/s", "share", *peers, "best peer", "XLA way"])
+        names = ["score", "selection", "call", "GB/s", "share", *peers, "best peer / ours", "XLA way / ours"]
+        lines += _head(["shape", *names])
         for row in decode:
             cells = [row["shape"], *(number(row[key], 0, ".2f") for key in ("score_us", "selection_us", "call_us"))]
             cells += [f"{row['gb_per_s']:.0f}", f"{row['share_of_ceiling']:.1%}"]
             cells += [number(row.get("peers_us", {}).get(peer), 0) for peer in peers]
             cells += [number(row.get(name), 0, ".2f") for name in RATIOS["decode"]]
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append(_line(cells))
     if prefill:
-        lines += _head(
-            ["shape", "score", "top-k", "combined", "TFLOP/s", "share", "score ratio", "top-k ratio", "XLA way"]
-        )
+        names = ["score", "top-k", "combined", "TFLOP/s", "share", "vLLM score", "vLLM top-k"]
+        lines += _head(["shape", *names, "score ratio", "top-k ratio", "XLA way / combined"])
         for row in prefill:
+            peers = row.get("peers_us", {}).values()
             cells = [row["shape"], *(f"{row[key]:.1f}" for key in ("score_us", "selection_us", "combined_us"))]
             cells += [f"{row['tflop_per_s']:.0f}", f"{row['share_of_ceiling']:.1%}"]
+            cells += [number(min((p[part] for p in peers), default=None), 0) for part in ("score", "selection")]
             cells += [number(row.get(name), 0, ".2f") for name in RATIOS["prefill"]]
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append(_line(cells))
     return "\n".join(lines)
 
 
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
 def _head(names: list[str]) -> list[str]:
-    return ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    return [_line(names), "|" + "---|" * len(names)]
 
 
 def plot(record: Row, file: pathlib.Path) -> None:
@@ -124,15 +131,23 @@ def _limit(rows: list[Row]) -> float:
 
 
 def _plot_decode(rows: list[Row], ax: Any) -> None:
-    for heads in sorted({row["heads"] for row in rows}):
-        own = [row for row in rows if row["heads"] == heads]
-        ax.plot([row["context"] for row in own], [row["share_of_ceiling"] for row in own], "o", label=f"H {heads}")
+    """A line for each batch and number of heads: colors tell batches, markers heads."""
+    lines: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
     for row in rows:
-        name = f"R {row['requests']}" + (f" q {row['query_len']}" if row["query_len"] > 1 else "")
-        ax.annotate(name, (row["context"], row["share_of_ceiling"]), xytext=(5, 3), textcoords="offset points")
+        key = (row["requests"], row["query_len"], row["heads"])
+        lines.setdefault(key, []).append((row["context"], row["share_of_ceiling"]))
+    batches = {batch: f"C{i}" for i, batch in enumerate(sorted({key[:2] for key in lines}))}
+    markers = dict(zip(sorted({key[2] for key in lines}), itertools.cycle("osD^vP"), strict=False))
+    for (requests, query_len, heads), points in lines.items():
+        style = {"color": batches[requests, query_len], "marker": markers[heads]}
+        ax.plot(*zip(*sorted(points), strict=True), fillstyle="none", linewidth=0.8, **style)
+    for (requests, query_len), color in batches.items():
+        ax.plot([], [], color=color, label=f"R {requests}" + (f" q {query_len}" if query_len > 1 else ""))
+    for heads, marker in markers.items():
+        ax.plot([], [], "k", marker=marker, linestyle="", fillstyle="none", label=f"H {heads}")
     ax.set(xscale="log", xlabel="context, tokens", ylabel="share of the read ceiling", ylim=(0, _limit(rows)))
     ax.axhline(1, color="gray", linewidth=0.8)
-    ax.legend()
+    ax.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _plot_prefill(rows: list[Row], ax: Any) -> None:

@@ -22,6 +22,8 @@ import triton
 from m3_pallas.measure.profiling import DeviceTime, device_time
 from m3_pallas.measure.vllm import Sources
 
+NO_COMMAND_BUFFER = {"xla_gpu_graph_min_graph_size": 2**30}
+
 
 def make(root: pathlib.Path) -> JaxTritonPeers:
     """The peers, if this jax-triton can trace a call under this JAX and compile it for the GPU that is here."""
@@ -173,7 +175,12 @@ class JaxTritonPeers:
         return run
 
     def _time(self, run, firsts: tuple, rest: tuple) -> DeviceTime:
-        return device_time(jax.jit(run), firsts, *rest, calls=len(firsts))
+        """Time of a call of `run`, as one command buffer if it can be: no kernel that needs scratch memory can."""
+        try:
+            return device_time(jax.jit(run), firsts, *rest, calls=len(firsts))
+        except jax.errors.JaxRuntimeError:
+            launched = jax.jit(run, compiler_options=NO_COMMAND_BUFFER)
+            return device_time(launched, firsts, *rest, calls=len(firsts))
 
     def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[DeviceTime, np.ndarray]:
         with jax.enable_x64(True):  # the selector's partial results are 64-bit
