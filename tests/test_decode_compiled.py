@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ PAGE_BYTES = 128 * 128 * 2
 
 
 def compile_decode(
-    arch, requests, heads, query_len, max_seq_len, *, table=False, dtype=jnp.bfloat16, cache=None, pages=64
-):
+    arch, requests, heads, query_len, max_seq_len, *,
+    table=False, dtype=jnp.bfloat16, cache=None, pages=64, topk=16,
+):  # fmt: skip
     shape = jax.ShapeDtypeStruct
     arrays = [
         shape((requests * query_len, heads, 128), dtype),
@@ -35,7 +37,7 @@ def compile_decode(
     def decode(queries, pages, block_table, seq_lens, attention_table=None):
         options = dict(attention_block_table=attention_table, block_page_stride=8) if table else {}
         return m3_pallas.minimax_m3_index_decode(
-            queries, pages, block_table, seq_lens, max_seq_len, 16, 0, 1, heads, query_len, query_len,
+            queries, pages, block_table, seq_lens, max_seq_len, topk, 0, 1, heads, query_len, query_len,
             implementation="pallas_triton", **options,
         )  # fmt: skip
 
@@ -102,6 +104,19 @@ def test_selection(arch, max_seq_len):
     check(selection)
     if arch.startswith("gfx"):
         assert selection.occupancy >= 4
+
+
+@pytest.mark.parametrize("topk", [16, 64])
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_winners_are_announced_by_the_wave_that_stored_them(arch, topk):
+    """AMD's barrier waits for no store and its atomic for those of its own wave, which is the first."""
+    selection = compile_decode(arch, 4, 1, 1, 128 * 1024, topk=topk)[1]
+    lines = selection.layouts.splitlines()
+    one_lane_each = {line.split()[0] for line in lines if "sizePerThread = [1], threadsPerWarp = [64]" in line}
+    atomic = next(i for i, line in enumerate(lines) if "tt.atomic_rmw" in line)
+    stores = [re.search(r"tensor<(\d+)x.*?, (#\w+)>", line) for line in lines[:atomic] if "tt.store" in line]
+    assert len(stores) >= 3  # ids of a row of one chunk; keys and ids of the others
+    assert all(store and int(store[1]) <= 64 and store[2] in one_lane_each for store in stores)
 
 
 DTYPES = {

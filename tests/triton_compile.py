@@ -44,6 +44,7 @@ class Report:
     wide_loads: int
     matrix_ops: int
     text: str
+    layouts: str  # Triton's IR for GPUs: which lanes hold and store what
 
 
 def target_of(arch: str) -> GPUTarget:
@@ -112,6 +113,7 @@ def _read_amd(kernel, name: str, arch: str, warps: int, stages: int) -> Report:
         wide_loads=_count(r"(?:global|buffer)_load_dwordx4", text),
         matrix_ops=_count(r"v_mfma_", text),
         text=text,
+        layouts=kernel.asm["ttgir"],
     )
 
 
@@ -141,4 +143,5 @@ def _read_nvidia(kernel, name: str, arch: str, warps: int, stages: int) -> Repor
         wide_loads=_count(r"ld\.global[.\w:]*\.v4\.b32|cp\.async\.cg[^;]*0x10|ld\.global[.\w:]*\.v2\.b64", text),
         matrix_ops=_count(r"wgmma\.mma_async|mma\.sync", text),
         text=text,
+        layouts=kernel.asm["ttgir"],
     )

@@ -141,7 +141,7 @@ def _select_kernel(
             return jnp.where(lane < count, block, NO_BLOCK - lane)
 
         if not interpret:  # one lane at a time, and no rule for barriers
-            plgpu.debug_barrier()  # every lane's candidates are out
+            plgpu.debug_barrier()  # every lane's candidates are out (AMD: in order, by the one L1 of a program's waves)
         pl.when(count <= groups)(lambda: rank(load_found, groups))
         pl.when((count > groups) & (count <= candidates))(lambda: rank(load_found, candidates))
         pl.when(count > candidates)(one_by_one)

@@ -150,7 +150,9 @@ def _select_kernel(
         plgpu.store(keys_ref.at[head, row, place], keys)
         plgpu.store(ids_ref.at[head, row, place], ids)
         if not interpret:  # one lane at a time, and no rule for barriers
-            plgpu.debug_barrier()  # every lane's winners are out before the one atomic that announces them
+            # Every lane's winners are out before the one atomic that announces them. AMD's barrier waits for no store;
+            # there one wave of 64 lanes both stores them and announces them.
+            plgpu.debug_barrier()
         arrived = plgpu.atomic_add(counter_ref, (head, row), jnp.int32(1))
 
         def load_winners(lane):
