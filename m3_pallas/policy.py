@@ -29,6 +29,8 @@ NVIDIA_MIN_COLUMNS = 8  # through the matrix unit: 5% faster for one column than
 NVIDIA_RESIDENT = 528  # 4 programs a multiprocessor run at once; a second wave costs 3%
 NVIDIA_RESIDENT_WIDE = 396  # 3, with more than 8 columns
 NVIDIA_ONE_BLOCK_PROGRAMS = 528  # up to here every block has a program of its own
+NVIDIA_TWO_BLOCK_PROGRAMS = 1056  # up to here it has at most two; nothing to pipeline, so more warps: 2 to 4% faster
+NVIDIA_MIN_TILE = 32
 NVIDIA_MAX_TILE = 8192  # blocks of one selection program; beyond, chunks and a merge
 
 PREFILL_ROWS = 128  # of one product
@@ -209,9 +211,12 @@ def decode_launch(
     if not arch.startswith("gfx"):
         columns = ceil_power_of_two(heads) * ceil_power_of_two(max_decode_query_len)
         return DecodeLaunch(
-            score=_nvidia_score(requests, columns, num_blocks, full=_is_full(query_dtype, cache_dtype)),
-            selection=_nvidia_selection(num_blocks, tokens * heads),
-        )
+            score=_nvidia_score(
+                requests, columns, num_blocks,
+                full=_is_full(query_dtype, cache_dtype), one_token=max_decode_query_len == 1,
+            ),
+            selection=_nvidia_selection(num_blocks, tokens * heads, topk),
+        )  # fmt: skip
     tuned = arch == "gfx950" and head_dim == 128 and query_dtype == cache_dtype == "bfloat16"
     return DecodeLaunch(
         score=_decode_score(requests, heads, max_decode_query_len, tuned=tuned),
@@ -238,7 +243,7 @@ def _decode_score(requests: int, heads: int, max_decode_query_len: int, *, tuned
     return SplitScore(num_chunks=chunks, **columns)
 
 
-def _nvidia_score(requests: int, columns: int, num_blocks: int, *, full: bool) -> SplitScore:
+def _nvidia_score(requests: int, columns: int, num_blocks: int, *, full: bool, one_token: bool) -> SplitScore:
     if full:
         # No matrix unit multiplies float32 whole; half pages in one stage are what fits the registers.
         chunks = max(1, NVIDIA_RESIDENT // max(1, requests))
@@ -248,7 +253,8 @@ def _nvidia_score(requests: int, columns: int, num_blocks: int, *, full: bool) -
         return SplitScore(num_chunks=num_blocks, num_warps=4, num_stages=1, min_columns=NVIDIA_MIN_COLUMNS)
     resident = NVIDIA_RESIDENT if columns <= NVIDIA_MIN_COLUMNS else NVIDIA_RESIDENT_WIDE
     chunks = max(1, resident // max(1, requests))
-    return SplitScore(num_chunks=chunks, num_warps=4, num_stages=2, min_columns=NVIDIA_MIN_COLUMNS)
+    warps = 8 if one_token and requests * num_blocks <= NVIDIA_TWO_BLOCK_PROGRAMS else 4
+    return SplitScore(num_chunks=chunks, num_warps=warps, num_stages=2, min_columns=NVIDIA_MIN_COLUMNS)
 
 
 def _is_full(query_dtype: str, cache_dtype: str) -> bool:
@@ -257,9 +263,14 @@ def _is_full(query_dtype: str, cache_dtype: str) -> bool:
     return "float32" in wide or len(wide) > 1
 
 
-def _nvidia_selection(num_blocks: int, rows: int) -> Selection:
-    tile = min(max(ceil_power_of_two(num_blocks), 64), NVIDIA_MAX_TILE)
-    warps = 2 if tile <= 512 or (tile == 1024 and rows > 128) else 4 if tile <= 4096 else 8
+def _nvidia_selection(num_blocks: int, rows: int, topk: int) -> Selection:
+    tile = min(ceil_power_of_two(max(num_blocks, topk, NVIDIA_MIN_TILE)), NVIDIA_MAX_TILE)
+    if tile == NVIDIA_MIN_TILE:
+        warps = 1
+    elif tile <= 512 or (tile == 1024 and rows > 128):
+        warps = 2
+    else:
+        warps = 4 if tile <= 4096 else 8
     chunks = ceil_power_of_two(ceil_div(num_blocks, tile))
     return Selection(num_chunks=chunks, tile=tile, num_warps=warps, num_stages=1, single_tile=True, adaptive_merge=True)
 

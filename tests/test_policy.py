@@ -107,6 +107,35 @@ def test_nvidia_programs_fit_at_once(requests):
         assert (score.num_chunks + 1) * requests > resident
 
 
+@pytest.mark.parametrize(
+    ("requests", "num_blocks", "query_len", "score", "selection"),
+    [
+        (1, 32, 1, (32, 4, 1), (32, 1)),  # a program a block
+        (1, 64, 1, (64, 4, 1), (64, 2)),
+        (1, 1024, 1, (528, 8, 2), (1024, 4)),  # two blocks at most
+        (1, 1024, 4, (528, 4, 2), (1024, 4)),
+        (1, 2048, 1, (528, 4, 2), (2048, 4)),
+        (4, 264, 1, (132, 8, 2), (512, 2)),
+        (4, 265, 1, (132, 4, 2), (512, 2)),
+        (200, 1024, 1, (2, 4, 2), (1024, 2)),  # rows enough to fill the GPU
+        (16, 8192, 1, (33, 4, 2), (8192, 8)),
+    ],
+)
+def test_nvidia_table(requests, num_blocks, query_len, score, selection):
+    launch = policy.decode_launch(
+        **BASE | dict(arch="sm_90", requests=requests, heads=1, tokens=requests * query_len, num_blocks=num_blocks,
+                      max_decode_query_len=query_len)
+    )  # fmt: skip
+    assert (launch.score.num_chunks, launch.score.num_warps, launch.score.num_stages) == score
+    assert (launch.selection.tile, launch.selection.num_warps) == selection
+    assert launch.selection.num_chunks == 1
+
+
+def test_nvidia_tile_holds_all_winners():
+    launch = policy.decode_launch(**BASE | dict(arch="sm_90", num_blocks=32, topk=64))
+    assert (launch.selection.tile, launch.selection.num_warps) == (64, 2)
+
+
 lengths = st.lists(
     st.one_of(st.just(0), st.just(65534), st.integers(0, 65534), st.integers(0, 40)), min_size=1, max_size=11
 )
