@@ -21,6 +21,10 @@ EXPORT_DISABLED_CHECKS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.
 PLATFORMS = {"xla": (), "pallas_triton": ("cuda", "rocm"), "pallas_mosaic_tpu": ("tpu",)}
 
 
+class NotServedError(NotImplementedError):
+    """A named implementation cannot serve the call; the message says why, and what to use instead."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """One implementation of one call.
@@ -51,7 +55,7 @@ def run(implementation: str | None, call: str, candidates: Sequence[Candidate], 
     """Run the named candidate, or with None the one whose platform is being lowered for, else XLA.
 
     Raises:
-      NotImplementedError: if a named implementation cannot serve, when traced or, on another platform, when lowered.
+      NotServedError: if a named implementation cannot serve, when traced or, on another platform, when lowered.
     """
     by_name = {candidate.name: candidate for candidate in candidates}
     xla = by_name["xla"].run
@@ -60,7 +64,7 @@ def run(implementation: str | None, call: str, candidates: Sequence[Candidate], 
     if implementation is not None:
         chosen = by_name[implementation]
         if chosen.reason is not None:
-            raise NotImplementedError(f"{call} with implementation={implementation!r}: {chosen.reason}")
+            raise NotServedError(f"{call} with implementation={implementation!r}: {chosen.reason}")
         branches = _branches(chosen)
         if interpret:
             return next(iter(branches.values()))(*arrays)
@@ -89,7 +93,7 @@ _refuse_p.def_abstract_eval(lambda x, *, message: x)
 
 
 def _refuse_lowering(ctx, x, *, message):
-    raise NotImplementedError(message)
+    raise NotServedError(message)
 
 
 mlir.register_lowering(_refuse_p, _refuse_lowering)

@@ -4,17 +4,20 @@ import json
 import os
 
 import jax
-import numpy as np
 import pytest
 
 import m3_pallas
+from m3_pallas import implementations
 from m3_pallas.__main__ import main
 from m3_pallas.measure import bench, check, environment, output, profiling, report, rows, shapes
 from m3_pallas.measure.calls import decode_oracle, prefill_oracle
 from m3_pallas.measure.cases import CASES, Prefill, decode_inputs, golden, prefill_inputs
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="expects what a CPU answers")
-DESCRIPTION = {"date", "device", "platform", "architecture", "m3_pallas", "jax", "jaxlib", "python", "implementations"}
+DESCRIPTION = {
+    "date", "device", "platform", "architecture", "m3_pallas", "jax", "jaxlib", "python", "platform_version",
+    "xla_flags", "implementations",
+}  # fmt: skip
 SMALL = ["bench", "--requests", "2", "--heads", "1", "--contexts", "1K", "--tokens", "128"]
 
 
@@ -65,12 +68,21 @@ def test_check_tells_what_is_not_served_from_what_fails(few_cases, capsys, monke
 
     def decode(idx_q, *arrays, **options):
         if len(idx_q) == 5:
-            raise NotImplementedError("five rows; use None or 'xla'")
+            raise refusal
         return right(idx_q, *arrays, **options)
 
     monkeypatch.setattr(m3_pallas, "minimax_m3_index_decode", decode)
+    refusal = implementations.NotServedError("five rows; use None or 'xla'")
     assert main(["check", "--implementation", "xla"]) == 0
     assert "2 of 2 cases equal the oracle on cpu, 1 not served" in capsys.readouterr().out
+    # Only a refusal of an implementation that was asked for; JAX says the same of what it cannot lower.
+    assert main(["check"]) == 1
+    refusal = NotImplementedError("Unimplemented primitive in Pallas GPU lowering")
+    for arguments in (["check"], ["check", "--implementation", "xla"]):
+        assert main(arguments) == 1
+        out = capsys.readouterr().out
+        assert "  NotImplementedError: Unimplemented primitive" in out
+        assert "2 of 3 cases equal" in out
 
     def broken(*arrays, **options):
         raise RuntimeError("out of memory\nand more")
@@ -182,11 +194,36 @@ def decode_rows(monkeypatch, *outcomes):
 BATCHES = ["bench", "--call", "decode", "--heads", "1", "--contexts", "1K", "--requests"]
 
 
+def test_a_failing_ceiling_leaves_the_rows(short_chains, tmp_path, capsys, monkeypatch):
+    def fails(size):
+        raise MemoryError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(profiling, "read_ceiling", fails)
+    file, plot = tmp_path / "bench.json", tmp_path / "bench.png"
+    assert main([*BATCHES, "1", "--json", str(file), "--plot", str(plot)]) == 0
+    assert "no read ceiling: MemoryError: RESOURCE_EXHAUSTED" in capsys.readouterr().out
+    record = json.loads(file.read_text())
+    assert record["read_ceiling_error"] == "MemoryError: RESOURCE_EXHAUSTED"
+    assert record["decode"][0]["share_of_ceiling"] is None
+    assert record["decode"][0]["gb_per_s"] > 0
+    assert not plot.exists()  # there is no share to draw
+
+
+def test_a_combined_call_that_differs_is_a_failure(short_chains, monkeypatch, capsys):
+    def row(shape, **options):
+        return right(shape, **options) | {"combined_equal": False}
+
+    right = rows.prefill_row
+    monkeypatch.setattr(rows, "prefill_row", row)
+    assert main(["bench", "--call", "prefill", "--heads", "1", "--contexts", "256", "--tokens", "128"]) == 1
+    assert "combined call DIFFERS" in capsys.readouterr().out
+
+
 def test_interrupted_bench_keeps_its_rows(short_chains, tmp_path, capsys, monkeypatch):
     file = tmp_path / "bench.json"
     decode_rows(monkeypatch, ROW, KeyboardInterrupt())
     assert main([*BATCHES, "1,2", "--json", str(file)]) == 130
-    assert "interrupted" in capsys.readouterr().out
+    assert "interrupted: 1 rows are finished" in capsys.readouterr().out
     record = json.loads(file.read_text())
     assert record["interrupted"]
     assert [row["shape"] for row in record["decode"]] == ["R 1 H 1 q 1 1K"]
@@ -205,72 +242,6 @@ def test_a_row_that_fails_leaves_the_others(short_chains, tmp_path, capsys, monk
     record = json.loads(file.read_text())
     assert ["error" in row for row in record["decode"]] == [False, True, False]
     assert report.markdown(record).count("\n| R ") == 2
-
-
-RIGHT = np.array([[[1, 0, *[-1] * 14]]], np.int32)
-
-
-def test_a_peer_that_fails_leaves_the_others(short_chains):
-    class Peers:
-        def decode(self, variant, queries, arrays, statics):
-            if variant == "amd gfx950":
-                raise TypeError("no such launch")
-            method = profiling.GRAPH if variant == "amd" else profiling.HOST_CLOCK
-            return profiling.DeviceTime(8.0, {}, method), RIGHT
-
-    shape = shapes.DecodeShape(1, 1, 1, 256)
-    row = rows.decode_row(shape, None, profiling.Ceiling(1.0, profiling.HOST_CLOCK), Peers(), None)
-    assert row["peers_us"] == {"amd": 8.0, "common": 8.0}
-    assert row["peer_errors"] == {"amd gfx950": "TypeError: no such launch"}
-    # Device time is not compared with the host's clock: the ratio is that of "common".
-    assert row["best_peer_over_ours"] == pytest.approx(8.0 / row["call_us"])
-    assert profiling.DeviceTime(8.0, {}, profiling.GRAPH).over(profiling.DeviceTime(4.0, {})) == 2.0
-    assert profiling.DeviceTime(8.0, {}).over(profiling.DeviceTime(4.0, {}, profiling.HOST_CLOCK)) is None
-
-
-def test_a_peer_with_other_answers_gets_no_ratio(short_chains):
-    class Peers:
-        def decode(self, variant, queries, arrays, statics):
-            ids = np.zeros_like(RIGHT) if variant == "amd" else RIGHT
-            return profiling.DeviceTime(8.0 if variant == "common" else 1.0, {}, profiling.HOST_CLOCK), ids
-
-    shape = shapes.DecodeShape(1, 1, 1, 256)
-    row = rows.decode_row(shape, None, profiling.Ceiling(1.0, profiling.HOST_CLOCK), Peers(), None)
-    assert row["ids_equal"] == {"amd": 1 / 16, "amd gfx950": 1.0, "common": 1.0}  # "amd" says 0 sixteen times
-    assert row["peer_errors"] == {"amd": "6.2% of the ids are equal"}
-    assert row["peers_us"] == {"amd gfx950": 1.0, "common": 8.0}
-
-
-def test_peers_of_a_prefill_row(short_chains):
-    class Peers:
-        def prefill(self, variant, queries, arrays, statics, topk):
-            if variant == "common":
-                raise TypeError("no such launch")
-            assert (statics, topk) == ((4, 132, 1), (16, 0, 1))
-            times = [profiling.DeviceTime(us, {}, profiling.HOST_CLOCK) for us in (8.0, 2.0)]
-            return *times, np.tile(RIGHT, (1, 4, 1))
-
-    row = rows.prefill_row(
-        shapes.PrefillShape(1, 4, 128), None, profiling.Ceiling(1.0, profiling.HOST_CLOCK), Peers(), 0
-    )  # fmt: skip
-    assert row["peers_us"] == {"amd": {"score": 8.0, "selection": 2.0}}
-    assert row["ids_equal"] == {"amd": 1.0}
-    assert row["peer_errors"] == {"common": "TypeError: no such launch"}
-    assert row["best_peer_over_ours_score"] == pytest.approx(8.0 / row["score_us"])
-    assert row["best_peer_over_ours_selection"] == pytest.approx(2.0 / row["selection_us"])
-    assert "xla_way_us" not in row  # it does not fit in no memory
-    # The ids shown are those of the variants that got a ratio.
-    line = report.prefill_line(row | {"ids_equal": {"amd": 1.0, "common": 0.06}})
-    assert "100.0%" in line
-    assert "6.0%" not in line
-
-
-@pytest.mark.parametrize(
-    ("theirs", "share"),
-    [([3, 1, 2, -1], 1.0), ([4, 1, 2, -1], 0.75), ([1, 2, -1, -1], 0.75), ([0, 1, 2, 3], 0.75), ([-1] * 4, 0.25)],
-)
-def test_share_of_equal_ids(theirs, share):
-    assert rows.same_ids(np.array([[theirs]]), np.array([[[1, 2, 3, -1]]])) == share
 
 
 @pytest.mark.parametrize(
@@ -302,6 +273,7 @@ def test_bad_arguments(arguments, capsys):
         (["--plot", "x.png", "--json", "x.png"], "--plot and --json are both x.png"),
         (["--plot", "bench.xyz"], "--plot must end in one of .png, .pdf, .svg, got bench.xyz"),
         (["--vllm", "missing"], "missing holds no MiniMax-M3 indexer of vLLM"),
+        (["--implementation", "pallas_triton"], "--implementation pallas_triton runs on cuda, rocm, not cpu"),
     ],
 )
 def test_what_cannot_start_says_so_before_measuring(arguments, problem, capsys, tmp_path, monkeypatch):
@@ -328,12 +300,26 @@ def test_too_little_memory(capsys, monkeypatch):
     monkeypatch.setattr(environment, "memory_bytes", lambda: 10**9)
     assert main(["bench", "--requests", "64", "--contexts", "1M", "--heads", "1"]) == 2
     assert "R 64 H 1 q 1 1M needs 51.5 GB and 1.0 GB may be used: ask for less" in capsys.readouterr().err
-    fits, large = shapes.DecodeShape(1, 1, 1, 2**20), shapes.DecodeShape(8, 1, 1, 2**20)
-    assert bench.fitting([fits, large], 10**9, explicit=False) == [fits]
+
+
+def test_what_does_not_fit_is_refused_only_if_it_was_asked_for(capsys):
+    few, many, long = (shapes.DecodeShape(r, 1, 1, n) for r, n in ((1, 2**13), (8, 2**13), (8, 2**20)))
+    memory = 10**9
+    options = bench.argparse.Namespace(requests=None, contexts=None)
+
+    def fitting(wanted, memory=memory):
+        return bench.fitting(wanted, memory, bench.named(options, requests="requests", contexts="context"))
+
+    assert fitting([few, many, long]) == [few, many]
     assert "left out, too large for this memory: R 8 H 1 q 1 1M" in capsys.readouterr().out
-    with pytest.raises(MemoryError, match="R 8 H 1"):
-        bench.fitting([large], 10**9, explicit=False)
-    assert bench.fitting([large], None, explicit=True) == [large]
+    with pytest.raises(MemoryError, match=r"R 8 H 1 q 1 1M needs 6\.4 GB and 1\.0 GB may be used"):
+        fitting([long])
+    options.requests = (1, 8)  # their contexts are defaults: what fits will do
+    assert fitting([few, many, long]) == [few, many]
+    options.contexts = (2**13, 2**20)  # 8 requests of 1M tokens were asked for
+    with pytest.raises(MemoryError, match="R 8 H 1 q 1 1M"):
+        fitting([few, many, long])
+    assert fitting([few, many, long], None) == [few, many, long]
 
 
 def test_memory_of_a_prefill_shape():

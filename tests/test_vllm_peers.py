@@ -1,5 +1,6 @@
 """Loading vLLM's kernels: what is found, what is refused, and its Python code run on stand-ins for tensors."""
 
+import contextlib
 import importlib
 import re
 import sys
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from m3_pallas.measure import vllm
+from m3_pallas.measure import environment, profiling, vllm
 
 pytest.importorskip("triton")
 
@@ -47,6 +48,9 @@ def minimax_m3_index_decode(idx_q: torch.Tensor, pages, table, seq_lens: torch.T
     _fused_kernel[(7, 2)](idx_q, score, ids, ids, seq_lens, seq_lens, *strides, rocm, BLOCK=128, num_warps=2)
     return ids
 """
+
+
+TORCH = types.SimpleNamespace(Tensor=object, no_grad=lambda: lambda function: function)
 
 
 @pytest.fixture
@@ -140,30 +144,134 @@ def test_calls_become_launches(tree, jax_triton, variant, policy):
     assert not {name for name in set(sys.modules) - before if name.startswith("vllm")}
 
 
-def test_a_chain_that_is_no_command_buffer_is_launched(tree, jax_triton, monkeypatch):
-    vllm_jax = importlib.import_module("m3_pallas.measure.vllm_jax")
-    refusals = [jax.errors.JaxRuntimeError("CUDA_ERROR_NOT_SUPPORTED")] * 2
+def test_what_was_measured_is_recorded(tree, jax_triton):
+    peers = importlib.import_module("m3_pallas.measure.vllm_jax").JaxTritonPeers
+    unknown = peers(tree).versions()
+    assert unknown["vllm"] == "of unknown version"
+    assert (unknown["pdl"], unknown["jax-triton"]) == (False, "0")
+    (tree / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 0.32.0\n")
+    known = peers(tree).versions()
+    assert (known["vllm"], known["vllm_files"]) == ("0.32.0", unknown["vllm_files"])
+    (tree / "vllm/models/minimax_m3/common/ops/sparse_attn.py").write_text("SIZE = 64\n")
+    assert peers(tree).versions()["vllm_files"] != known["vllm_files"]
 
-    def device_time(function, *arguments, calls):
-        if refusals:
-            raise refusals.pop()
-        return function(*arguments), calls
 
-    monkeypatch.setattr(vllm_jax, "device_time", device_time)
-    peers = vllm_jax.JaxTritonPeers(tree)
-    firsts, rest = (jnp.zeros(3), jnp.ones(3)), (jnp.ones(3),)
+@pytest.mark.parametrize(
+    ("capability", "pdl", "uses"),
+    [((9, 0), True, True), ((12, 0), True, True), ((8, 9), True, False), (None, True, False), ((9, 0), False, False)],
+)
+def test_programmatic_dependent_launch_as_vllm_decides(tree, capability, pdl, uses):
+    sources = vllm.Sources(tree, TORCH, capability=capability, pdl=pdl)
+    platform = sources.platform
+    for variant in ("amd", "common"):
+        sources.module(variant)
+        assert platform.is_arch_support_pdl() == uses
+        assert (platform.is_cuda(), platform.is_rocm()) == (True, False)
+    sources.module("amd gfx950")  # no NVIDIA GPU, to vLLM
+    assert not platform.is_arch_support_pdl()
+    assert (platform.is_cuda(), platform.is_rocm()) == (False, True)
+    assert platform.is_device_capability((12, 0)) == (capability == (12, 0))
+    assert sources.versions()["pdl"] == uses
 
-    def run(firsts, rest):
-        return firsts[1] + rest
 
-    with pytest.raises(jax.errors.JaxRuntimeError, match="NOT_SUPPORTED"):  # both ways
-        peers._time(run, firsts, rest)
-    refusals[:] = [jax.errors.JaxRuntimeError("CUDA_ERROR_NOT_SUPPORTED")]
-    total, calls = peers._time(run, firsts, rest)
-    np.testing.assert_array_equal(total, [2, 2, 2])
-    assert calls == 2
-    # The option reaches the compiler, which knows it: one that it does not know it refuses.
-    refusals[:] = [jax.errors.JaxRuntimeError("CUDA_ERROR_NOT_SUPPORTED")]
-    monkeypatch.setattr(vllm_jax, "NO_COMMAND_BUFFER", {"xla_no_such_option": 1})
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
-        peers._time(run, firsts, rest)
+def test_the_generic_policy_on_rocm_is_that_of_an_amd_gpu(tree, monkeypatch):
+    monkeypatch.setattr(environment, "lowering_platform", lambda: "rocm")
+    sources = vllm.Sources(tree, TORCH, capability=None, pdl=False)
+    sources.module("amd")
+    assert (sources.platform.is_cuda(), sources.platform.is_rocm(), sources.gfx950) == (False, True, False)
+
+
+class Array(np.ndarray):
+    """As much of a tensor as is used of one."""
+
+    def unbind(self, axis):
+        assert axis == 0
+        return [row.view(Array) for row in self]
+
+    def clone(self):
+        return self.copy()
+
+    def cpu(self):
+        return self
+
+    def numpy(self):
+        return np.asarray(self)
+
+
+def array(values):
+    return np.asarray(values).view(Array)
+
+
+class Cuda:
+    """CUDA as PyTorch shows it, where time is the number of replays so far."""
+
+    def __init__(self):
+        self.replays = self.captured = 0
+        self.graph = lambda graph, stream: contextlib.nullcontext()
+        self.stream = lambda stream: contextlib.nullcontext()
+        self.Stream = self.synchronize = lambda: None
+        self.CUDAGraph = lambda: self
+        self.get_device_capability = lambda: (9, 0)
+        self.is_available = lambda: True
+
+    def replay(self):
+        self.replays += 1
+
+    def Event(self, enable_timing):
+        event = types.SimpleNamespace()
+        event.record = lambda: setattr(event, "at", self.replays)
+        event.elapsed_time = lambda end: (end.at - event.at) * 0.006  # ms
+        return event
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    import triton
+
+    module = types.ModuleType("torch")
+    vars(module).update(vars(TORCH))
+    module.cuda = Cuda()
+    module.version = types.SimpleNamespace(hip=None)
+    module.__version__ = "0"
+    module.int32 = np.int32
+    module.from_dlpack = array
+    module.no_grad = lambda: contextlib.nullcontext()
+    module.zeros = lambda shape, dtype, device: array(np.zeros(shape, dtype))
+    monkeypatch.setattr(triton, "set_allocator", lambda allocator: None)
+    monkeypatch.setitem(sys.modules, "torch", module)
+    monkeypatch.delitem(sys.modules, "m3_pallas.measure.vllm_torch", raising=False)
+    return module
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_pytorch_runs_the_calls_as_a_graph(tree, torch, monkeypatch, seen):
+    vllm_torch = importlib.import_module("m3_pallas.measure.vllm_torch")
+    launched = []
+
+    def traced(replay, calls):
+        replay()
+        return profiling.DeviceTime(2.5 * calls, {}) if seen else None
+
+    def decode(query, pages, table, lens, topk, *, completion_counter=None):
+        launched.append((float(query[0, 0, 0]), completion_counter))
+        return array(np.full((2, 6, topk), query[0, 0, 0]))
+
+    monkeypatch.setattr(vllm_torch, "traced", traced)
+    (tree / "vllm/models/minimax_m3/amd/ops/index_topk.py").write_text("minimax_m3_index_decode = None\n")
+    (tree / "vllm/models/minimax_m3/common/ops/index_topk.py").write_text("")
+    peers = vllm_torch.make(tree)
+    assert peers.versions()["pdl"]
+    peers.sources.module("amd").minimax_m3_index_decode = decode
+    queries = np.broadcast_to(np.arange(1.0, 6.0)[:, None, None, None], (5, 6, 2, 128))
+    time, ids = peers.decode("amd", queries, (np.zeros(1), np.zeros(1), np.zeros(1)), (4,))
+    np.testing.assert_array_equal(ids, np.ones((2, 6, 4)))  # of the first query
+    assert [query for query, _ in launched] == [1, 1, 2, 3, 1, 2, 3, 4, 5]  # once, to warm up, captured
+    counters = {id(counter) for _, counter in launched}
+    assert len(counters) == 1  # no call zeroes one of its own
+    assert launched[0][1].shape == (2, 6)
+    if seen:
+        assert time == profiling.DeviceTime(12.5, {})
+        assert torch.cuda.replays == 1
+    else:  # one replay of 6 us between the events, of five calls, with another in front of it
+        assert (time.span, time.method) == (pytest.approx(1.2), profiling.GRAPH)
+        assert torch.cuda.replays == 1 + 2 * 7

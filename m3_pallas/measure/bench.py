@@ -47,11 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=integers, metavar="LIST", help="batch sizes of decode, such as 1,64")
     parser.add_argument("--heads", type=integers, metavar="LIST", help="index heads, such as 4,1")
     parser.add_argument("--contexts", type=integers, metavar="LIST", help="tokens a request, such as 8K,128K,1M")
-    parser.add_argument("--query-len", type=int, choices=range(1, 9), default=1, metavar="1..8", help="decode tokens")
-    parser.add_argument("--tokens", type=integers, metavar="LIST", help="query tokens of a prefill chunk")
-    parser.add_argument("--implementation", choices=implementations.NAMES, help="instead of None's choice")
     parser.add_argument(
-        "--vllm", nargs="?", const="", metavar="PATH", help="also vLLM's kernels, of a checkout or the installed vllm"
+        "--query-len", type=int, choices=range(1, 9), default=1, metavar="1..8", help="query tokens a request in decode"
+    )
+    parser.add_argument("--tokens", type=integers, metavar="LIST", help="query tokens of a prefill chunk")
+    parser.add_argument(
+        "--implementation", choices=implementations.NAMES, help="instead of the one that is chosen here"
+    )
+    parser.add_argument(
+        "--vllm",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="also vLLM's kernels, of a checkout (the folder above vllm/) or the installed vllm",
     )
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write the rows here, too")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw shares of the ceilings")
@@ -88,23 +96,32 @@ def wanted(options: argparse.Namespace) -> tuple[list[DecodeShape], list[Prefill
     return decode if options.call != "prefill" else [], prefill if options.call != "decode" else []
 
 
-def fitting(asked: Sequence[Any], memory: int | None, *, explicit: bool) -> list[Any]:
-    """The shapes that fit in memory.
+def named(options: argparse.Namespace, **attributes: str) -> Callable[[Any], tuple[int, ...]]:
+    """Of a shape its numbers that were asked for: `attributes` by option."""
+    return lambda shape: tuple(
+        getattr(shape, attribute) for option, attribute in attributes.items() if getattr(options, option)
+    )
+
+
+def fitting(wanted: Sequence[Any], memory: int | None, numbers: Callable[[Any], tuple[int, ...]]) -> list[Any]:
+    """The shapes that fit in memory; `numbers` are those of a shape that were asked for.
 
     Raises:
-      MemoryError: if none does, or if one that was asked for by its numbers does not.
+      MemoryError: if none fits, or none with numbers that were asked for.
     """
-    too_large = [shape for shape in asked if memory is not None and shape.needed > memory]
-    if too_large and (explicit or len(too_large) == len(asked)):
-        shape = too_large[0]
+    fits = [shape for shape in wanted if memory is None or shape.needed <= memory]
+    served = {numbers(shape) for shape in fits}
+    refused = [shape for shape in wanted if numbers(shape) not in served]
+    if refused:
+        shape = min(refused, key=lambda shape: shape.needed)
         assert memory is not None
         raise MemoryError(
             f"{shape} needs {shape.needed / 1e9:.1f} GB and {memory / 1e9:.1f} GB may be used: "
             "ask for less with --requests, --contexts or --tokens"
         )
-    if too_large:
-        print("left out, too large for this memory: " + ", ".join(map(str, too_large)))
-    return [shape for shape in asked if shape not in too_large]
+    if len(fits) < len(wanted):
+        print("left out, too large for this memory: " + ", ".join(str(shape) for shape in wanted if shape not in fits))
+    return fits
 
 
 def run(options: argparse.Namespace) -> int:
@@ -116,9 +133,10 @@ def run(options: argparse.Namespace) -> int:
     memory = environment.memory_bytes()
     try:
         check_outputs(options)
+        check_implementation(options.implementation)
         decode, prefill = wanted(options)
-        decode = fitting(decode, memory, explicit=bool(options.requests or options.contexts))
-        prefill = fitting(prefill, memory, explicit=bool(options.tokens or options.contexts))
+        decode = fitting(decode, memory, named(options, requests="requests", contexts="context"))
+        prefill = fitting(prefill, memory, named(options, tokens="tokens", contexts="context"))
         peers, passed_over = (None, []) if options.vllm is None else vllm.peers(options.vllm)
     except (ImportError, MemoryError, OSError, ValueError) as error:
         print(f"m3_pallas bench: {error}", file=sys.stderr)
@@ -138,7 +156,8 @@ def run(options: argparse.Namespace) -> int:
         measure(record, decode, prefill, options.implementation, peers, memory, save)
     except KeyboardInterrupt:
         record["interrupted"] = True
-        print("\ninterrupted: the rows above are finished")
+        done = len(record["decode"] + record["prefill"])
+        print(f"\ninterrupted: {done} rows are finished" + ("" if done else ", no record is written"))
     finally:
         save()
     for name, value in record["geometric_means"].items():
@@ -164,10 +183,19 @@ def check_outputs(options: argparse.Namespace) -> None:
         return
     if options.plot == options.json:
         raise ValueError(f"--plot and --json are both {options.plot}")
-    if options.plot.suffix not in PICTURES:
+    if options.plot.suffix.lower() not in PICTURES:
         raise ValueError(f"--plot must end in one of {', '.join(PICTURES)}, got {options.plot}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib (extra `bench`)")
+
+
+def check_implementation(name: str | None) -> None:
+    """Raise ValueError if the implementation that was asked for runs on other platforms only."""
+    platforms = implementations.PLATFORMS[name] if name else ()
+    if platforms and environment.lowering_platform() not in platforms:
+        raise ValueError(
+            f"--implementation {name} runs on {', '.join(platforms)}, not {environment.lowering_platform()}"
+        )
 
 
 def write_record(file: pathlib.Path | None, record: Row) -> None:
@@ -181,21 +209,36 @@ def measure(record: Row, decode, prefill, implementation, peers, memory, save: C
     """Add the ceilings and the rows to `record`, one after the other."""
     on_cpu = jax.default_backend() == "cpu"
     if decode:
-        ceiling = profiling.read_ceiling(1 << 28 if on_cpu else 2 << 30)
-        record |= {"read_ceiling_gb_per_s": ceiling.value, "read_ceiling_method": ceiling.method}
-        print(f"\nread ceiling {ceiling.value:.0f} GB/s ({ceiling.method})\n{report.DECODE_HEAD}")
+        num_bytes = min(1 << 28 if on_cpu else 2 << 30, (memory or 8 << 30) // 4)
+        ceiling = ceiling_of(record, "read", "GB/s", lambda: profiling.read_ceiling(num_bytes))
+        print(report.DECODE_HEAD)
         measured = functools.partial(
             rows.decode_row, implementation=implementation, ceiling=ceiling, peers=peers, memory=memory
         )
         each(record["decode"], decode, "decode", report.decode_line, measured, save)
     if prefill:
-        ceiling = profiling.matrix_ceiling(1024 if on_cpu else 8192)
-        record |= {"matrix_ceiling_tflop_per_s": ceiling.value, "matrix_ceiling_method": ceiling.method}
-        print(f"\nmatrix ceiling {ceiling.value:.2f} TFLOP/s ({ceiling.method})\n{report.PREFILL_HEAD}")
+        ceiling = ceiling_of(record, "matrix", "TFLOP/s", lambda: profiling.matrix_ceiling(1024 if on_cpu else 8192))
+        print(report.PREFILL_HEAD)
         measured = functools.partial(
             rows.prefill_row, implementation=implementation, ceiling=ceiling, peers=peers, memory=memory
         )
         each(record["prefill"], prefill, "prefill", report.prefill_line, measured, save)
+
+
+def ceiling_of(
+    record: Row, name: str, unit: str, measured: Callable[[], profiling.Ceiling]
+) -> profiling.Ceiling | None:
+    """The ceiling, also in `record` and on the screen; if it fails, the rows are measured without."""
+    try:
+        ceiling = measured()
+    except Exception as error:
+        record[f"{name}_ceiling_error"] = error_line(error)
+        print(f"\nno {name} ceiling: {error_line(error)}")
+        return None
+    key = f"{name}_ceiling_{unit.lower().replace('/', '_per_')}"
+    record |= {key: ceiling.value, f"{name}_ceiling_method": ceiling.method}
+    print(f"\n{name} ceiling {ceiling.value:.{0 if ceiling.value > 100 else 2}f} {unit} ({ceiling.method})")
+    return ceiling
 
 
 def each(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import os
 import pathlib
 import platform
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def describe() -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
         "python": platform.python_version(),
+        "platform_version": " ".join(device.client.platform_version.split()),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "implementations": {name: dataclasses.asdict(chosen) for name, chosen in choices().items()},
     }
 
@@ -108,6 +111,8 @@ def describe() -> dict[str, Any]:
 def print_description(record: dict[str, Any]) -> None:
     print(f"{record['device']} ({record['platform']}, {record['architecture']})")
     versions = ", ".join(f"{name} {record[name]}" for name in ("m3_pallas", "jax", "jaxlib", "python"))
-    print(versions)
+    print(f"{versions}; {record['platform_version']}")
+    if record["xla_flags"]:
+        print(f"XLA_FLAGS {record['xla_flags']}")
     for call, chosen in record["implementations"].items():
         print(f"{call}: {chosen['implementation']} ({chosen['reason']})")

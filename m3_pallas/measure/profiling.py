@@ -6,9 +6,11 @@ a long chain of calls.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import pathlib
+import re
 import statistics
 import tempfile
 import time
@@ -19,12 +21,16 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from m3_pallas.measure import environment
+
 Event: TypeAlias = tuple[str, float, float]  # name, start and end in ns
-PROFILER, GRAPH, HOST_CLOCK = "profiler", "graph replay", "host clock"
+PROFILER, LAUNCHED, GRAPH, HOST_CLOCK = "profiler", "profiler, launched one by one", "graph replay", "host clock"
 # The lines of a trace that hold what ran on the device, by what the plane's name contains.
-DEVICE_LINES = {"/device:GPU": "Stream", "/device:TPU": "XLA Ops"}
+DEVICE_LINES = {"/device:GPU": r"Stream", "/device:TPU": r"XLA Ops$"}
 HOST_CHAIN_SECONDS = 0.3
+REPLAYS = 7
 TRACES = 3  # attempts at a trace whose replays are alike
+NO_COMMAND_BUFFER = {"xla_gpu_graph_min_graph_size": 2**30}
 
 
 class Ceiling(NamedTuple):
@@ -41,51 +47,96 @@ class DeviceTime:
     Attributes:
       span: from the first kernel's start to the last one's end, gaps included.
       kernels: time inside each kernel, by name; empty without the profiler.
-      method: `PROFILER` or `HOST_CLOCK`; of PyTorch's kernels `GRAPH`, device time too.
+      method: `PROFILER`, on GPUs of a command buffer or CUDA graph; `LAUNCHED`, of the same kernels without one;
+        `GRAPH`, of a CUDA graph between two events; or `HOST_CLOCK`, the one that is no device time.
     """
 
     span: float
     kernels: dict[str, float]
     method: str = PROFILER
 
+    @property
+    def busy(self) -> float:
+        """Time inside kernels."""
+        return sum(self.kernels.values())
+
     def over(self, other: DeviceTime) -> float | None:
         """This span over the other's; None where one is device time and the other is not."""
         return self.span / other.span if (self.method == HOST_CLOCK) == (other.method == HOST_CLOCK) else None
 
 
-def device_time(function: Callable[..., Any], *arguments: Any, calls: int, replays: int = 7) -> DeviceTime:
+def device_time(function: Callable[..., Any], *arguments: Any, calls: int) -> DeviceTime:
     """Time a jitted function that makes `calls` calls of the thing measured, on distinct arguments.
 
-    Distinct, because XLA merges equal calls. Enough of them that the function runs as one command buffer.
+    Distinct, because XLA merges equal calls. On a GPU the function is one command buffer, unless that fails, as it does
+    with kernels that need scratch memory, or hides kernels from the profiler, as XLA's ROCm collector may.
     """
-    for _ in range(3):
-        jax.block_until_ready(function(*arguments))
-    if jax.default_backend() == "cpu":
-        return _host_time(function, arguments, calls)
+    ways = {PROFILER: function}
+    if jax.default_backend() == "gpu":
+        ways[LAUNCHED] = jax.jit(function, compiler_options=NO_COMMAND_BUFFER)
+    times: dict[str, DeviceTime | None] = {}
+    failure = None
+    for method, way in ways.items():
+        try:
+            for _ in range(3):
+                jax.block_until_ready(way(*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            failure = error
+            continue
+        time = times[method] = None
+        if jax.default_backend() != "cpu":
+            time = times[method] = traced(lambda way=way: jax.block_until_ready(way(*arguments)), calls, method)
+        if time is not None and environment.lowering_platform() != "rocm":
+            return time
+    seen = [time for time in times.values() if time is not None]
+    if seen:
+        fullest = max(time.busy for time in seen)
+        return next(time for time in seen if time.busy > fullest / 2)
+    if failure is not None and not times:
+        raise failure
+    return _host_time(ways[next(iter(times))], arguments, calls)
+
+
+def traced(replay: Callable[[], Any], calls: int, method: str = PROFILER) -> DeviceTime | None:
+    """Time of a call from the profiler's trace of `replay`, which makes `calls` and waits for them.
+
+    None where traces are laid out otherwise, or something else ran meanwhile.
+    """
     for _ in range(TRACES):
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                for _ in range(replays):
-                    jax.block_until_ready(function(*arguments))
-            chunks = _replays_of(_kernel_events(pathlib.Path(folder)), replays)
+                for _ in range(REPLAYS):
+                    replay()
+            chunks = _replays_of(_kernel_events(pathlib.Path(folder)), calls)
         if chunks is not None:
-            break
-    else:  # a platform whose trace is laid out otherwise, or that did something else meanwhile
-        return _host_time(function, arguments, calls)
-    spans = [(max(end for _, _, end in chunk) - chunk[0][1]) / calls / 1e3 for chunk in chunks]
-    inside = {
-        name: statistics.median(sum(e - s for n, s, e in chunk if n == name) for chunk in chunks) / calls / 1e3
-        for name in sorted({name for name, _, _ in chunks[0]})
-    }
-    return DeviceTime(statistics.median(spans), inside)
+            spans = [max(end for _, _, end in chunk) - chunk[0][1] for chunk in chunks]
+            inside = {
+                name: statistics.median(sum(e - s for n, s, e in chunk if n == name) for chunk in chunks) / calls / 1e3
+                for name in sorted({name for name, _, _ in chunks[0]})
+            }
+            return DeviceTime(statistics.median(spans) / calls / 1e3, inside, method)
+    return None
 
 
-def _replays_of(events: list[Event], replays: int) -> list[list[Event]] | None:
-    """The events of each replay but the first, which warms the profiler up; None unless they ran the same kernels."""
-    size = len(events) // replays
-    chunks = [events[i * size : (i + 1) * size] for i in range(1, replays)]
+def _replays_of(events: list[Event], calls: int) -> list[list[Event]] | None:
+    """The events of each replay but the first, which warms the profiler up, without what only prepares the calls.
+
+    None unless all replays ran the same kernels, and at least one a call.
+    """
+    size = len(events) // REPLAYS
+    chunks = [events[i * size : (i + 1) * size] for i in range(1, REPLAYS)]
     alike = {tuple(sorted(name for name, _, _ in chunk)) for chunk in chunks}
-    return chunks if size and size * replays == len(events) and len(alike) == 1 else None
+    if size < calls or size * REPLAYS != len(events) or len(alike) != 1:
+        return None
+    return [_without_ends(chunk, calls) for chunk in chunks]
+
+
+def _without_ends(chunk: list[Event], calls: int) -> list[Event]:
+    """Less the events at both ends that ran less than once a call: fills and copies, of no single one."""
+    kinds = [re.sub(r"[._]\d+$", "", name) for name, _, _ in chunk]  # XLA numbers its fusions
+    count = collections.Counter(kinds)
+    whole = [i for i, kind in enumerate(kinds) if count[kind] >= calls]
+    return chunk[whole[0] : whole[-1] + 1] if whole else chunk
 
 
 def _host_time(function: Callable[..., Any], arguments: tuple, calls: int) -> DeviceTime:
@@ -115,7 +166,7 @@ def device_events(planes: Iterable[Any]) -> list[Event]:
     for plane in sorted(planes, key=lambda plane: plane.name):
         for device, line_name in DEVICE_LINES.items():
             if device in plane.name:
-                lines = [line for line in plane.lines if line_name in line.name]
+                lines = [line for line in plane.lines if re.match(line_name, line.name)]
                 events = [(e.name, e.start_ns, e.start_ns + e.duration_ns) for line in lines for e in line.events]
                 if events:
                     return sorted(events, key=lambda event: event[1])

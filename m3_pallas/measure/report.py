@@ -6,7 +6,7 @@ import itertools
 import pathlib
 from typing import Any
 
-from m3_pallas.measure.profiling import HOST_CLOCK, geometric_mean
+from m3_pallas.measure.profiling import PROFILER, geometric_mean
 
 Row = dict[str, Any]
 RATIOS = {
@@ -54,9 +54,13 @@ def prefill_line(row: Row) -> str:
 
 def _label(row: Row) -> str:
     """What the columns do not say."""
-    notes = [HOST_CLOCK] if row.get("method") == HOST_CLOCK else []
+    notes = [row["method"]] if row.get("method", PROFILER) != PROFILER else []
     notes += [] if row.get("combined_equal", True) else ["combined call DIFFERS"]
     notes += [f"vLLM {variant}: {error}" for variant, error in row.get("peer_errors", {}).items()]
+    notes += [
+        f"vLLM {variant} by {method}" for variant, method in row.get("peer_methods", {}).items() if method != PROFILER
+    ]
+    notes += [f"XLA way: {row['xla_way_error']}"] if "xla_way_error" in row else []
     return f"  ({'; '.join(notes)})" if notes else ""
 
 
@@ -86,7 +90,7 @@ def markdown(record: Row) -> str:
         lines += _head(["shape", *names])
         for row in decode:
             cells = [row["shape"], *(number(row[key], 0, ".2f") for key in ("score_us", "selection_us", "call_us"))]
-            cells += [f"{row['gb_per_s']:.0f}", f"{row['share_of_ceiling']:.1%}"]
+            cells += [f"{row['gb_per_s']:.0f}", number(row["share_of_ceiling"], 0, ".1%")]
             cells += [number(row.get("peers_us", {}).get(peer), 0) for peer in peers]
             cells += [number(row.get(name), 0, ".2f") for name in RATIOS["decode"]]
             lines.append(_line(cells))
@@ -96,7 +100,7 @@ def markdown(record: Row) -> str:
         for row in prefill:
             peers = row.get("peers_us", {}).values()
             cells = [row["shape"], *(f"{row[key]:.1f}" for key in ("score_us", "selection_us", "combined_us"))]
-            cells += [f"{row['tflop_per_s']:.0f}", f"{row['share_of_ceiling']:.1%}"]
+            cells += [f"{row['tflop_per_s']:.0f}", number(row["share_of_ceiling"], 0, ".1%")]
             cells += [number(min((p[part] for p in peers), default=None), 0) for part in ("score", "selection")]
             cells += [number(row.get(name), 0, ".2f") for name in RATIOS["prefill"]]
             lines.append(_line(cells))
@@ -113,16 +117,21 @@ def _head(names: list[str]) -> list[str]:
 
 def plot(record: Row, file: pathlib.Path) -> None:
     """Share of the read ceiling over the context, and of the matrix ceiling over the prefill shapes."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
-    rows = {call: finished(record.get(call, [])) for call in ("decode", "prefill")}
+    rows = {
+        call: [row for row in finished(record.get(call, [])) if row["share_of_ceiling"] is not None]
+        for call in ("decode", "prefill")
+    }
     calls = [call for call in rows if rows[call]]
-    figure, axes = plt.subplots(1, len(calls), figsize=(7 * len(calls), 4), squeeze=False, layout="constrained")
+    if not calls:
+        return
+    figure = Figure(figsize=(7 * len(calls), 4), layout="constrained")
+    axes = figure.subplots(1, len(calls), squeeze=False)
     for call, ax in zip(calls, axes[0], strict=True):
         {"decode": _plot_decode, "prefill": _plot_prefill}[call](rows[call], ax)
         ax.set_title(f"{call}, {record['device']}, JAX {record['jax']}")
     figure.savefig(file, dpi=110)
-    plt.close(figure)
 
 
 def _limit(rows: list[Row]) -> float:

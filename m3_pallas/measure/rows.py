@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ import m3_pallas
 from m3_pallas.implementations import Implementation
 from m3_pallas.measure import environment, xla_way
 from m3_pallas.measure.output import error_line
-from m3_pallas.measure.profiling import HOST_CLOCK, Ceiling, DeviceTime, device_time
+from m3_pallas.measure.profiling import HOST_CLOCK, LAUNCHED, PROFILER, Ceiling, DeviceTime, device_time
 from m3_pallas.measure.shapes import PREFILL_CALLS, TOPK, DecodeShape, PrefillShape, decode_arrays, prefill_arrays
 from m3_pallas.measure.vllm import VARIANTS, Peers
 
@@ -27,8 +29,12 @@ def chain_time(call, firsts: tuple, *rest: Any) -> DeviceTime:
 
 def part(time: DeviceTime, word: str) -> float | None:
     """Microseconds in our kernels whose name has `word`, where the profiler tells kernels apart."""
-    inside = [us for name, us in time.kernels.items() if name.startswith("m3_") and word in name]
+    inside = [us for name, us in time.kernels.items() if "m3_" in name and word in name]
     return sum(inside) if inside else None
+
+
+def share(value: float, ceiling: Ceiling | None) -> float | None:
+    return None if ceiling is None else value / ceiling.value
 
 
 def same_ids(theirs: np.ndarray, ours: np.ndarray) -> float:
@@ -44,12 +50,12 @@ def chosen(implementation: Implementation | None, call, *arrays: Any) -> str:
 
 
 def peer_times(row: dict[str, Any], variants: tuple[str, ...], call, ids: np.ndarray) -> dict[str, list[DeviceTime]]:
-    """Times of `call(variant)`, which returns them and then ids; equal ids and errors go to `row`.
+    """Times of `call(variant)`, which returns them and then ids; equal ids, clocks and errors go to `row`.
 
     Other answers than ours are an error, too: their time is none of the same work.
     """
     times = {}
-    row |= {"ids_equal": {}, "peer_errors": {}}
+    row |= {"ids_equal": {}, "peer_errors": {}, "peer_methods": {}}
     for variant in variants:
         try:
             *measured, theirs = call(variant)
@@ -59,6 +65,8 @@ def peer_times(row: dict[str, Any], variants: tuple[str, ...], call, ids: np.nda
         equal = row["ids_equal"][variant] = same_ids(theirs, ids)
         if equal >= SAME_IDS:
             times[variant] = measured
+            methods = [time.method for time in measured if time.method != PROFILER]
+            row["peer_methods"][variant] = methods[0] if methods else PROFILER
         else:
             row["peer_errors"][variant] = f"{equal:.1%} of the ids are equal"
     return times
@@ -71,10 +79,24 @@ def add_ratio(row: dict[str, Any], name: str, theirs: list[DeviceTime], ours: De
         row[name] = min(ratios)
 
 
+def add_xla_way(row: dict[str, Any], call, query, rest: Sequence[Any], ours: DeviceTime) -> None:
+    """Its time and the ratio, or the error: it takes most memory and fails first.
+
+    One call: XLA would gather once for several, and its gathered keys and float32 products exist whole.
+    """
+    try:
+        way = chain_time(call, (query,), *rest)
+    except Exception as error:
+        row["xla_way_error"] = error_line(error)
+        return
+    row["xla_way_us"] = way.span
+    add_ratio(row, "xla_way_over_ours", [way], ours)
+
+
 def decode_row(
     shape: DecodeShape,
     implementation: Implementation | None,
-    ceiling: Ceiling,
+    ceiling: Ceiling | None,
     peers: Peers | None,
     memory: int | None,
 ) -> dict[str, Any]:
@@ -102,7 +124,7 @@ def decode_row(
         "selection_us": part(time, "select"),
         "call_us": time.span,
         "gb_per_s": shape.bytes / time.span / 1e3,
-        "share_of_ceiling": shape.bytes / time.span / 1e3 / ceiling.value,
+        "share_of_ceiling": share(shape.bytes / time.span / 1e3, ceiling),
     }
     if peers is not None:
         times = peer_times(
@@ -111,17 +133,14 @@ def decode_row(
         row["peers_us"] = {v: whole.span for v, (whole,) in times.items()}
         add_ratio(row, "best_peer_over_ours", [whole for (whole,) in times.values()], time)
     if memory is None or shape.gathered <= memory:
-        # One call: XLA would gather once for several, and its gathered keys and float32 products exist whole.
-        way = chain_time(lambda q, *a: xla_way.decode(q, *a, *shape.statics), (queries[0],), *rest)
-        row["xla_way_us"] = way.span
-        add_ratio(row, "xla_way_over_ours", [way], time)
+        add_xla_way(row, lambda q, *a: xla_way.decode(q, *a, *shape.statics), queries[0], rest, time)
     return row
 
 
 def prefill_row(
     shape: PrefillShape,
     implementation: Implementation | None,
-    ceiling: Ceiling,
+    ceiling: Ceiling | None,
     peers: Peers | None,
     memory: int | None,
 ) -> dict[str, Any]:
@@ -160,11 +179,11 @@ def prefill_row(
             "score": chosen(implementation, score, each[-1], *rest),
             "selection": chosen(implementation, select, scores[-1], starts, prefix),
         },
-        "method": max((time.method for time in ours.values()), key=lambda method: method == HOST_CLOCK),
+        "method": max((time.method for time in ours.values()), key=[PROFILER, LAUNCHED, HOST_CLOCK].index),
         **{f"{name}_us": time.span for name, time in ours.items()},
         "combined_equal": bool((np.asarray(combined(queries[-1], *rest)) == ids).all()),
         "tflop_per_s": tflops,
-        "share_of_ceiling": tflops / ceiling.value,
+        "share_of_ceiling": share(tflops, ceiling),
     }
     del scores  # vLLM's take as much again
     if peers is not None:
@@ -176,7 +195,6 @@ def prefill_row(
         for i, name in enumerate(("score", "selection")):
             add_ratio(row, f"best_peer_over_ours_{name}", [both[i] for both in times.values()], ours[name])
     if memory is None or shape.gathered <= memory:
-        way = chain_time(lambda q, *a: xla_way.prefill(q, *a, heads=shape.heads, topk=TOPK), each[:1], *rest)
-        row["xla_way_us"] = way.span
-        add_ratio(row, "xla_way_over_ours", [way], ours["combined"])
+        way = functools.partial(xla_way.prefill, heads=shape.heads, topk=TOPK)
+        add_xla_way(row, way, each[0], rest, ours["combined"])
     return row

@@ -7,8 +7,10 @@ or like it. What those files import from the rest of vLLM is stubbed. The varian
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import pathlib
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -16,9 +18,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from m3_pallas.measure import environment
 from m3_pallas.measure.profiling import DeviceTime
 
 VARIANTS = ("amd", "amd gfx950", "common")  # "common" is vLLM's own path for NVIDIA
+PDL_CAPABILITY = (9, 0)  # from which vLLM's decode uses programmatic dependent launch
 OPS = pathlib.Path("vllm") / "models" / "minimax_m3"
 FILES = ("common.ops.sparse_attn", "amd.ops.sparse_pa", "amd.ops.index_topk", "common.ops.index_topk")
 
@@ -28,7 +32,9 @@ class Peers(Protocol):
 
     name: str
 
-    def versions(self) -> dict[str, str]: ...
+    def versions(self) -> dict[str, Any]:
+        """Of vLLM's sources and of what runs them; whether programmatic dependent launch is used."""
+        ...
 
     def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[DeviceTime, np.ndarray]:
         """Time of a call of a chain of one call for each of `queries`, and the first call's ids."""
@@ -54,11 +60,16 @@ def find(folder: str) -> pathlib.Path:
         if spec is None or spec.origin is None:
             raise FileNotFoundError("vllm is not installed; give the path of a checkout: --vllm PATH")
         root = pathlib.Path(spec.origin).parents[1]
-    for file in FILES:
-        path = root / OPS / (file.replace(".", "/") + ".py")
+    for path in _paths(root):
         if not path.is_file():
-            raise FileNotFoundError(f"{root} holds no MiniMax-M3 indexer of vLLM: {path} is missing")
+            raise FileNotFoundError(
+                f"{root} holds no MiniMax-M3 indexer of vLLM: {path} is missing; give the folder above vllm/"
+            )
     return root
+
+
+def _paths(root: pathlib.Path) -> list[pathlib.Path]:
+    return [root / OPS / (file.replace(".", "/") + ".py") for file in FILES]
 
 
 def peers(folder: str) -> tuple[Peers, list[str]]:
@@ -79,24 +90,31 @@ def peers(folder: str) -> tuple[Peers, list[str]]:
 
 
 class Sources:
-    """vLLM's modules by variant; `torch` is what they import under that name."""
+    """vLLM's modules by variant; `torch` is what they import under that name.
 
-    def __init__(self, root: pathlib.Path, torch: Any):
+    `capability` is that of the NVIDIA GPU that is here, None on others. `pdl`: can what launches the kernels do so by
+    programmatic dependent launch, which vLLM asks for on newer NVIDIA GPUs?
+    """
+
+    def __init__(self, root: pathlib.Path, torch: Any, *, capability: tuple[int, int] | None, pdl: bool):
         import triton
         import triton.language as tl
 
+        self.root = root
         self.gfx950 = False
-        platform = types.SimpleNamespace(
-            is_rocm=lambda: self.gfx950,
-            is_cuda=lambda: not self.gfx950,
-            is_arch_support_pdl=lambda: False,
-            is_device_capability=lambda capability: False,
+        self.pdl = pdl and capability is not None and capability >= PDL_CAPABILITY
+        rocm = environment.lowering_platform() == "rocm"
+        self.platform = types.SimpleNamespace(
+            is_rocm=lambda: rocm or self.gfx950,
+            is_cuda=lambda: not (rocm or self.gfx950),
+            is_arch_support_pdl=lambda: self.pdl and not self.gfx950,
+            is_device_capability=lambda asked: asked == capability,
         )
         packages = ("", ".minimax_m3", ".minimax_m3.amd", ".minimax_m3.amd.ops", ".minimax_m3.common")
         self._stubs = {
             "torch": torch,
             "vllm": _module("vllm"),
-            "vllm.platforms": _module("vllm.platforms", current_platform=platform),
+            "vllm.platforms": _module("vllm.platforms", current_platform=self.platform),
             "vllm.platforms.rocm": _module("vllm.platforms.rocm", on_gfx950=lambda: self.gfx950),
             "vllm.triton_utils": _module("vllm.triton_utils", tl=tl, triton=triton, HAS_TRITON=True),
             "vllm.utils": _module("vllm.utils"),
@@ -106,9 +124,9 @@ class Sources:
             **{f"vllm.models{name}": _module(f"vllm.models{name}") for name in (*packages, ".minimax_m3.common.ops")},
         }
         loaders = []
-        for file in FILES:
+        for file, path in zip(FILES, _paths(root), strict=True):
             name = f"vllm.models.minimax_m3.{file}"
-            spec = importlib.util.spec_from_file_location(name, root / OPS / (file.replace(".", "/") + ".py"))
+            spec = importlib.util.spec_from_file_location(name, path)
             assert spec is not None
             assert spec.loader is not None
             self._stubs[name] = importlib.util.module_from_spec(spec)
@@ -116,6 +134,18 @@ class Sources:
         with self.stubs():
             for loader, module in loaders:
                 loader.exec_module(module)
+
+    def versions(self) -> dict[str, Any]:
+        """vLLM's version where the folder tells it, a digest of the files that are used, and `pdl`."""
+        digest = hashlib.sha256()
+        for path in _paths(self.root):
+            digest.update(path.read_bytes())
+        found = [
+            re.search(r"^Version: (\S+)", file.read_text(errors="replace"), re.M)
+            for file in [*self.root.glob("PKG-INFO"), *self.root.glob("vllm*.dist-info/METADATA")]
+        ]
+        version = next((match[1] for match in found if match), "of unknown version")
+        return {"vllm": version, "vllm_files": digest.hexdigest()[:16], "pdl": self.pdl}
 
     @contextlib.contextmanager
     def stubs(self) -> Iterator[None]:

@@ -19,10 +19,9 @@ import jax_triton  # pyright: ignore[reportMissingImports]
 import numpy as np
 import triton
 
+from m3_pallas.measure import environment
 from m3_pallas.measure.profiling import DeviceTime, device_time
 from m3_pallas.measure.vllm import Sources
-
-NO_COMMAND_BUFFER = {"xla_gpu_graph_min_graph_size": 2**30}
 
 
 def make(root: pathlib.Path) -> JaxTritonPeers:
@@ -146,6 +145,14 @@ def _fold_integers(kernel: Any, values: list[Any]) -> None:
             vars(parameter).pop("is_constexpr", None)  # as the kernel declares it
 
 
+def _capability() -> tuple[int, int] | None:
+    """The compute capability of the NVIDIA GPU that is here."""
+    if environment.lowering_platform() != "cuda":
+        return None
+    major, minor = jax.local_devices()[0].compute_capability.split(".")
+    return int(major), int(minor)
+
+
 class JaxTritonPeers:
     """See `vllm.Peers`."""
 
@@ -153,11 +160,16 @@ class JaxTritonPeers:
 
     def __init__(self, root: pathlib.Path):
         self.torch = Torch()
-        self.sources = Sources(root, self.torch)
+        # jax-triton knows no programmatic dependent launch.
+        self.sources = Sources(root, self.torch, capability=_capability(), pdl=False)
         self.sources.wrap_kernels(Launcher)
+        if environment.lowering_platform() == "rocm":
+            from m3_pallas.measure import jax_triton_rocm
 
-    def versions(self) -> dict[str, str]:
-        return {"jax-triton": jax_triton.__version__, "triton": triton.__version__}
+            jax_triton_rocm.complete()
+
+    def versions(self) -> dict[str, Any]:
+        return self.sources.versions() | {"jax-triton": jax_triton.__version__, "triton": triton.__version__}
 
     def chain(self, variant: str, call: str, statics: tuple):
         """A function that makes `call` on each of a tuple of first arguments, and returns the last result."""
@@ -174,19 +186,11 @@ class JaxTritonPeers:
 
         return run
 
-    def _time(self, run, firsts: tuple, rest: tuple) -> DeviceTime:
-        """Time of a call of `run`, as one command buffer if it can be: no kernel that needs scratch memory can."""
-        try:
-            return device_time(jax.jit(run), firsts, *rest, calls=len(firsts))
-        except jax.errors.JaxRuntimeError:
-            launched = jax.jit(run, compiler_options=NO_COMMAND_BUFFER)
-            return device_time(launched, firsts, *rest, calls=len(firsts))
-
     def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[DeviceTime, np.ndarray]:
         with jax.enable_x64(True):  # the selector's partial results are 64-bit
             run = self.chain(variant, "minimax_m3_index_decode", statics)
             ids = np.asarray(jax.jit(run)(tuple(queries[:1]), *arrays))
-            return self._time(run, tuple(queries), arrays), ids
+            return device_time(jax.jit(run), tuple(queries), *arrays, calls=len(queries)), ids
 
     def prefill(
         self, variant: str, queries: Any, arrays: tuple, statics: tuple, topk: tuple
@@ -195,7 +199,7 @@ class JaxTritonPeers:
         with jax.enable_x64(True):
             score = self.chain(variant, "minimax_m3_index_score", statics)
             select = self.chain(variant, "minimax_m3_index_topk", (statics[0], *topk))
-            score_time = self._time(score, tuple(queries), arrays)
+            score_time = device_time(jax.jit(score), tuple(queries), *arrays, calls=len(queries))
             scores = tuple(jax.jit(score)((q,), *arrays) for q in queries)
-            select_time = self._time(select, scores, (starts, prefix))
+            select_time = device_time(jax.jit(select), scores, starts, prefix, calls=len(scores))
             return score_time, select_time, np.asarray(jax.jit(select)(scores[-1:], starts, prefix))
