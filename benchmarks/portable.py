@@ -8,7 +8,6 @@ Same arrays, jitted, runs of the two alternating; the least of the times of each
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pathlib
 import platform
@@ -19,7 +18,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 import m3_pallas
-from m3_pallas.measure import xla_way
+from m3_pallas.measure import environment, xla_way
+from m3_pallas.measure.output import write_json
 from m3_pallas.measure.shapes import PORTABLE, decode_arrays
 
 RUNS = 25
@@ -56,8 +56,7 @@ def main() -> None:
         rows.append({"shape": str(shape), "xla_ms": ours_ms, "usual_ms": usual_ms, "ratio": usual_ms / ours_ms})
         print(f"{shape!s:<24}{ours_ms:9.2f}{usual_ms:10.2f}{usual_ms / ours_ms:7.2f}", flush=True)
     if options.json:
-        record = {"jax": jax.__version__, "cpus": os.cpu_count(), "machine": platform.machine(), "rows": rows}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(options.json, environment.describe() | {"cpus": os.cpu_count(), "rows": rows})
 
 
 if __name__ == "__main__":

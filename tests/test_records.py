@@ -29,6 +29,14 @@ def test_the_docs_show_the_record(name):
     assert f"benchmarks/results/{name}.json" in section
 
 
+def test_the_docs_show_the_portable_record():
+    text = (ROOT / "docs" / "performance.md").read_text()
+    rows = read("portable_cpu")["rows"]
+    lines = [f"| {r['shape']} | {r['xla_ms']:.2f} | {r['usual_ms']:.2f} | {r['ratio']:.2f} |" for r in rows]
+    assert "\n".join(lines) in text
+    assert len(lines) == 7
+
+
 @pytest.mark.parametrize("name", [*TABLES, "grid_h200"])
 def test_a_record_is_whole(name):
     """Every shape of the table, or more, without errors; what peers there are gave our ids."""

@@ -147,8 +147,7 @@ def test_calls_become_launches(tree, jax_triton, variant, policy):
 def test_what_was_measured_is_recorded(tree, jax_triton):
     peers = importlib.import_module("m3_pallas.measure.vllm_jax").JaxTritonPeers
     unknown = peers(tree).versions()
-    assert unknown["vllm"] == "of unknown version"
-    assert (unknown["pdl"], unknown["jax-triton"]) == (False, "0")
+    assert (unknown["vllm"], unknown["pdl"], unknown["jax-triton"]) == ("unknown", "no", "0")
     (tree / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 0.32.0\n")
     known = peers(tree).versions()
     assert (known["vllm"], known["vllm_files"]) == ("0.32.0", unknown["vllm_files"])
@@ -158,14 +157,20 @@ def test_what_was_measured_is_recorded(tree, jax_triton):
 
 @pytest.mark.parametrize(
     ("capability", "pdl", "uses"),
-    [((9, 0), True, True), ((12, 0), True, True), ((8, 9), True, False), (None, True, False), ((9, 0), False, False)],
+    [
+        ((9, 0), True, "yes"),
+        ((12, 0), True, "yes"),
+        ((8, 9), True, "no"),
+        (None, True, "no"),
+        ((9, 0), False, "no, though vLLM uses it on this GPU"),
+    ],
 )
 def test_programmatic_dependent_launch_as_vllm_decides(tree, capability, pdl, uses):
     sources = vllm.Sources(tree, TORCH, capability=capability, pdl=pdl)
     platform = sources.platform
     for variant in ("amd", "common"):
         sources.module(variant)
-        assert platform.is_arch_support_pdl() == uses
+        assert platform.is_arch_support_pdl() == (uses == "yes")
         assert (platform.is_cuda(), platform.is_rocm()) == (True, False)
     sources.module("amd gfx950")  # no NVIDIA GPU, to vLLM
     assert not platform.is_arch_support_pdl()
@@ -260,7 +265,7 @@ def test_pytorch_runs_the_calls_as_a_graph(tree, torch, monkeypatch, seen):
     (tree / "vllm/models/minimax_m3/amd/ops/index_topk.py").write_text("minimax_m3_index_decode = None\n")
     (tree / "vllm/models/minimax_m3/common/ops/index_topk.py").write_text("")
     peers = vllm_torch.make(tree)
-    assert peers.versions()["pdl"]
+    assert peers.versions()["pdl"] == "yes"
     peers.sources.module("amd").minimax_m3_index_decode = decode
     queries = np.broadcast_to(np.arange(1.0, 6.0)[:, None, None, None], (5, 6, 2, 128))
     time, ids = peers.decode("amd", queries, (np.zeros(1), np.zeros(1), np.zeros(1)), (4,))

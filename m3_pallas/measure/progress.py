@@ -30,6 +30,7 @@ def say(text: str) -> None:
     """Print a line above the bar."""
     if tqdm is not None:
         tqdm.write(text)
+        sys.stdout.flush()
     else:
         print(CLEAR, end="", file=sys.stderr, flush=True)
         print(text, flush=True)

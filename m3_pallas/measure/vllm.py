@@ -32,8 +32,8 @@ class Peers(Protocol):
 
     name: str
 
-    def versions(self) -> dict[str, Any]:
-        """Of vLLM's sources and of what runs them; whether programmatic dependent launch is used."""
+    def versions(self) -> dict[str, str]:
+        """Of vLLM's sources and of what runs them; `pdl`: is programmatic dependent launch used?"""
         ...
 
     def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[DeviceTime, np.ndarray]:
@@ -102,7 +102,8 @@ class Sources:
 
         self.root = root
         self.gfx950 = False
-        self.pdl = pdl and capability is not None and capability >= PDL_CAPABILITY
+        self.wants_pdl = capability is not None and capability >= PDL_CAPABILITY
+        self.pdl = pdl and self.wants_pdl
         rocm = environment.lowering_platform() == "rocm"
         self.platform = types.SimpleNamespace(
             is_rocm=lambda: rocm or self.gfx950,
@@ -135,7 +136,7 @@ class Sources:
             for loader, module in loaders:
                 loader.exec_module(module)
 
-    def versions(self) -> dict[str, Any]:
+    def versions(self) -> dict[str, str]:
         """vLLM's version where the folder tells it, a digest of the files that are used, and `pdl`."""
         digest = hashlib.sha256()
         for path in _paths(self.root):
@@ -144,8 +145,9 @@ class Sources:
             re.search(r"^Version: (\S+)", file.read_text(errors="replace"), re.M)
             for file in [*self.root.glob("PKG-INFO"), *self.root.glob("vllm*.dist-info/METADATA")]
         ]
-        version = next((match[1] for match in found if match), "of unknown version")
-        return {"vllm": version, "vllm_files": digest.hexdigest()[:16], "pdl": self.pdl}
+        version = next((match[1] for match in found if match), "unknown")
+        pdl = "yes" if self.pdl else "no, though vLLM uses it on this GPU" if self.wants_pdl else "no"
+        return {"vllm": version, "vllm_files": digest.hexdigest()[:16], "pdl": pdl}
 
     @contextlib.contextmanager
     def stubs(self) -> Iterator[None]:

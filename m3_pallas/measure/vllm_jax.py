@@ -168,7 +168,7 @@ class JaxTritonPeers:
 
             jax_triton_rocm.complete()
 
-    def versions(self) -> dict[str, Any]:
+    def versions(self) -> dict[str, str]:
         return self.sources.versions() | {"jax-triton": jax_triton.__version__, "triton": triton.__version__}
 
     def chain(self, variant: str, call: str, statics: tuple):

@@ -31,7 +31,7 @@ class TorchPeers:
         capability = None if torch.version.hip else torch.cuda.get_device_capability()
         self.sources = Sources(root, torch, capability=capability, pdl=True)
 
-    def versions(self) -> dict[str, Any]:
+    def versions(self) -> dict[str, str]:
         return self.sources.versions() | {"torch": torch.__version__, "triton": triton.__version__}
 
     def decode(self, variant: str, queries: Any, arrays: tuple, statics: tuple) -> tuple[DeviceTime, np.ndarray]:
