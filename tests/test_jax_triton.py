@@ -20,8 +20,9 @@ import torch
 from vllm.triton_utils import tl, triton
 
 
+@triton.heuristics({"BLOCK": lambda args: triton.next_power_of_2(args["width"])})
 @triton.jit
-def _copy_kernel(x, out, stride, BLOCK: tl.constexpr):
+def _copy_kernel(x, out, stride, width, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
     row = tl.program_id(0) * stride
     tl.store(out + row + lane, tl.load(x + row + lane))
@@ -29,7 +30,7 @@ def _copy_kernel(x, out, stride, BLOCK: tl.constexpr):
 
 def minimax_m3_index_decode(query, *rest):
     out = torch.empty(query.shape, dtype=query.dtype)
-    _copy_kernel[(query.shape[0],)](query, out, query.stride(0), BLOCK=256, num_warps=1)
+    _copy_kernel[(query.shape[0],)](query, out, query.stride(0), query.shape[1], num_warps=1)
     return out
 """
 
