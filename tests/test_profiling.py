@@ -68,10 +68,14 @@ def test_what_prepares_a_chain_is_left_out(monkeypatch):
     assert timed(monkeypatch, planes(events_of(before=fill))).span == 5.675
     one = timed(monkeypatch, planes(events_of(calls=1, before=fill)), calls=1)
     assert one.span == pytest.approx(9 + 5.35)
-    numbered = events_of(kernels=("fusion", "fusion"))
+    numbered = events_of(kernels=("m3_score", "copy"))
     for i, each in enumerate(numbered):
         each.name += f"_{i % 4}"  # XLA's names of one kernel differ by a number
     assert timed(monkeypatch, planes(numbered)).span == 5.675
+    other = events_of()
+    for each in other[3::4]:
+        each.name = "m3_select_wide"  # a call's own kernel, though not every call's
+    assert timed(monkeypatch, planes(other)).span == 5.675
 
 
 def test_a_disturbed_trace_is_taken_again(monkeypatch):

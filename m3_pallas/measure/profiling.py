@@ -30,6 +30,7 @@ DEVICE_LINES = {"/device:GPU": r"Stream", "/device:TPU": r"XLA Ops$"}
 HOST_CHAIN_SECONDS = 0.3
 REPLAYS = 7
 TRACES = 3  # attempts at a trace whose replays are alike
+PREPARING = r"(?i)broadcast|copy|memcpy|memset"  # in names of kernels
 NO_COMMAND_BUFFER = {"xla_gpu_graph_min_graph_size": 2**30}
 
 
@@ -132,11 +133,11 @@ def _replays_of(events: list[Event], calls: int) -> list[list[Event]] | None:
 
 
 def _without_ends(chunk: list[Event], calls: int) -> list[Event]:
-    """Less the events at both ends that ran less than once a call: fills and copies, of no single one."""
+    """Less the fills and copies at both ends that ran less than once a call: they are of no single one."""
     kinds = [re.sub(r"[._]\d+$", "", name) for name, _, _ in chunk]  # XLA numbers its fusions
     count = collections.Counter(kinds)
-    whole = [i for i, kind in enumerate(kinds) if count[kind] >= calls]
-    return chunk[whole[0] : whole[-1] + 1] if whole else chunk
+    own = [i for i, kind in enumerate(kinds) if count[kind] >= calls or not re.search(PREPARING, kind)]
+    return chunk[own[0] : own[-1] + 1] if own else chunk
 
 
 def _host_time(function: Callable[..., Any], arguments: tuple, calls: int) -> DeviceTime:
