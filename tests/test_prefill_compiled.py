@@ -6,7 +6,7 @@ import pytest
 
 import m3_pallas
 
-pytest.importorskip("triton", reason="the compile gates need the triton wheel")
+pytest.importorskip("triton", minversion="3.9", reason="the compile gates need the triton wheel, 3.9 or newer")
 from tests import triton_compile
 from tests.test_decode_compiled import DTYPES, check
 
