@@ -1,5 +1,6 @@
 """The example as its readers run it: it matches transformers, notices what does not, and is one with its notebook."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -15,7 +16,9 @@ STEPS = 5
 
 def run(*args, cwd):
     command = [sys.executable, str(SCRIPT), *map(str, args)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path}  # the package need not be installed
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
 
 
 def short_file() -> dict[str, np.ndarray]:
