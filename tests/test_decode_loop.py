@@ -14,11 +14,15 @@ SCRIPT = EXAMPLES / "decode_loop.py"
 STEPS = 5
 
 
+@pytest.fixture(autouse=True)
+def package_of_the_checkout(monkeypatch):
+    """The example finds the package where it is not installed."""
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent), prepend=os.pathsep)
+
+
 def run(*args, cwd):
     command = [sys.executable, str(SCRIPT), *map(str, args)]
-    path = os.pathsep.join([str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path}  # the package need not be installed
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def short_file() -> dict[str, np.ndarray]:
